@@ -131,9 +131,6 @@ _origin: _Origin | None = None
 def adopt_from_environment() -> None:
     """In a child of our launcher, ties this process's life to the launcher's; elsewhere does nothing.
 
-    The launcher stops children by SIGINT, so that their finalisers run. One that was started in the
-    background of a shell script inherits SIGINT ignored, and so would this process: it gets Python's handler.
-
     Takes the variable out of the environment, so that processes which this one starts are not concerned. One
     that was started earlier, and has got it as well, is no child of the launcher.
     """
@@ -148,13 +145,6 @@ def adopt_from_environment() -> None:
         )
         os._exit(1)
     die_with_parent(int(parent))
-    _hear_interrupts()
-
-
-def _hear_interrupts() -> None:
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if is_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_alive(pid: str) -> bool:
@@ -185,8 +175,6 @@ def forked_by_zygote(launcher: int | None) -> None:
     """
     global _origin
     _origin = _Origin(launcher, os.getppid())
-    if launcher is not None:
-        _hear_interrupts()
 
 
 def launched_by(launcher: int) -> None:

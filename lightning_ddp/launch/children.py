@@ -27,7 +27,7 @@ from lightning_ddp.supervise.job_control import LocalProcesses
 if TYPE_CHECKING:
     from lightning_ddp.launch.supervised import SupervisorLink
 
-__all__ = ["ChildProcess", "Children"]
+__all__ = ["ChildProcess", "Children", "exit_message", "exit_record"]
 
 _LAST_LINES = 30
 _STOP_GRACE_S = 5.0
@@ -63,17 +63,20 @@ class _Child:
         """What is readable when it has ended; None where the kernel has nothing such."""
         return getattr(self.process, "end", self.descriptor)
 
-    def exited(self, identity: Identity, code: int) -> FailureRecord:
-        """How it has ended, with the last that it has printed, if that is in a file."""
-        how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
-        printed, last_lines = "its output is above", None
-        if self.log is not None:
-            printed = f"its output is in {self.log}"
-            with contextlib.suppress(OSError):  # somebody has removed it
-                text = self.log.read_text(errors="replace")
-                last_lines = "\n".join(text.splitlines()[-_LAST_LINES:]) or None
-        message = f"the process {how}; {printed}"
-        return FailureRecord.of_identity(identity, message, exit_code=code, traceback=last_lines)
+
+def exit_message(code: int, log: Path | None = None) -> str:
+    """Describe the end of a process, and say where its output is."""
+    how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
+    return f"the process {how}; its output is {'above' if log is None else f'in {log}'}"
+
+
+def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRecord:
+    """Return the failure of a process that ended, with the last lines of its log."""
+    last_lines = None
+    if log is not None:
+        with contextlib.suppress(OSError):  # somebody has removed it
+            last_lines = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:]) or None
+    return FailureRecord.of_identity(who, exit_message(code, log), exit_code=code, traceback=last_lines)
 
 
 class Children(LocalProcesses):
@@ -237,7 +240,7 @@ class Children(LocalProcesses):
         has_failed, record = code != 0 or not self._has_met(), None
         if self.tells_all or (has_failed and self._first is None and not self._is_stopping):
             rank, pid = (self.first_rank or 0) + child.local_rank, child.process.pid
-            record = child.exited(Identity(rank=rank, node_rank=self.node_rank, pid=pid), code)
+            record = exit_record(Identity(rank=rank, node_rank=self.node_rank, pid=pid), code, child.log)
         with self._changed:
             self._alive.remove(child)
             if child.descriptor is not None:
@@ -265,26 +268,18 @@ class Children(LocalProcesses):
             return self._changed.wait_for(lambda: not self._alive, timeout=timeout_s)
 
     def end(self, grace_s: float) -> None:
-        """Waits until all children have ended, and after `grace_s` seconds ends them.
-
-        By SIGINT, so that their finalisers run, and then by SIGKILL, of which it tells.
-        """
+        """Wait until all children have ended; kill those that have not after `grace_s` seconds."""
         if not self.join(grace_s):
-            self._end_late()
+            with self._changed:
+                self._is_stopping = True
+                late = [child for child in self._alive if child.process.poll() is None]
+            self.kill()
+            for child in late:
+                who = f"rank {(self.first_rank or 0) + child.local_rank} (pid {child.process.pid})"
+                print(f"lightning_ddp: {who} did not end, and was killed", file=sys.stderr)
+            self.join(_STOP_GRACE_S)
         if self._guard is not None:
             self._guard.end()
-
-    def _end_late(self) -> None:
-        with self._changed:
-            self._is_stopping = True
-        self.send_signal(signal.SIGINT)
-        if not self.join(_STOP_GRACE_S):
-            killed = [(rank, proc.pid) for rank, proc in enumerate(self.procs, 1) if proc.poll() is None]
-            self.send_signal(signal.SIGKILL)
-            for rank, pid in killed:
-                rank += self.first_rank or 0
-                print(f"lightning_ddp: rank {rank} (pid {pid}) did not end, and was killed", file=sys.stderr)
-        self.join(_STOP_GRACE_S)
 
     def wake(self) -> None:
         """Continues children that are stopped, so that they hear of a failure."""

@@ -42,10 +42,11 @@ from lightning_ddp._torch import keep_sockets_in
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
+from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import JobContext, job_context
 from lightning_ddp.launch.launcher import node_rank_of
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, describe_exit
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
@@ -206,7 +207,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         local_rank = record.rank - first_rank
         code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
         if code:
-            record = record.with_exit(code, _exit_of(code))
+            record = record.with_exit(code, exit_message(code))
         return record.to_error(is_rank=False)
 
     def failed(self, record: FailureRecord) -> None:
@@ -259,7 +260,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def _tell_exit(self, server: ControlServer, local_rank: int, code: int) -> FailureRecord:
         pid = self._processes[local_rank].pid
         identity = Identity(rank=self._first_rank + local_rank, node_rank=0, pid=pid)
-        record = FailureRecord.of_identity(identity, _exit_of(code), exit_code=code)
+        record = exit_record(identity, code)
         server.tell(Exited(record))
         return record
 
@@ -356,18 +357,13 @@ def _is_of_pickle(error: BaseException) -> bool:
     return isinstance(error, Exception) and any(code is reduction.dump.__code__ for code in frames)
 
 
-def _exit_of(code: int) -> str:
-    too_early = " before it had joined the others" if code == 0 else ""
-    return f"the process {describe_exit(code)}{too_early}; its output is above"
-
-
 def _process_failure(
     error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int
 ) -> PeerFailure:
     code, kind, trace = 1, None, None
     if isinstance(error, mp.ProcessExitedException):
         code = int(error.exit_code)
-        message = _exit_of(code)
+        message = exit_message(code)
     else:
         trace = str(error).strip()
         kind, _, message = trace.splitlines()[-1].partition(": ")

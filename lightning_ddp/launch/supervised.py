@@ -56,20 +56,15 @@ class Launch:
     """Seconds that a process has to end after a failure."""
 
 
+@dataclass(frozen=True)
 class RemoteStore:
-    """Store that the supervisor hosts, with the interface of `HostedStore`.
+    """Store that the supervisor hosts, with the interface of `HostedStore`."""
 
-    Args:
-        address: name or address of this host for other processes.
-        is_named: True if the user named the port.
-        store: connection to it.
-        close: frees its port.
-    """
-
-    def __init__(
-        self, address: str, *, is_named: bool, store: dist.TCPStore, close: Callable[[], Any]
-    ) -> None:
-        self.address, self.is_named, self.store, self.close = address, is_named, store, close
+    address: str
+    is_named: bool
+    store: dist.TCPStore
+    close: Callable[[], Any]
+    """Frees its port."""
 
 
 class SupervisorLink:
@@ -105,12 +100,7 @@ class SupervisorLink:
         """Open a store in the supervisor; arguments and errors as of `HostedStore`."""
         bound = self._ask("open_store", address, port, named_by)
         store = dist.TCPStore(address, bound, is_master=False)
-        return RemoteStore(
-            address,
-            is_named=port is not None,
-            store=store,
-            close=functools.partial(self._ask, "close_store"),
-        )
+        return RemoteStore(address, port is not None, store, functools.partial(self._ask, "close_store"))
 
     def open_server(self, address: str, **options: Any) -> int:
         """Open a control server in the supervisor, in place of the previous one; return its port.

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
-from lightning_ddp.launch.children import Children
+from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.last_words import show_report
 from lightning_ddp.launch.program import ChildCommand, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
@@ -93,9 +93,9 @@ class Supervisor:
             threading.Thread(target=target, daemon=True).start()
         while first.poll() is None:
             wait([] if first.end is None else [first.end], _LOOK_EVERY_S if first.end is None else None)
-        code, is_reported = host.end()
+        code = host.end()
         zygote.close()
-        self._end_as(code, is_reported=is_reported)
+        _end_as(code)
 
     def _become_rank(self, start: Start, files: Mapping[int, int], link: socket.socket) -> None:
         """Take over in a fork what a new process would have from its launcher."""
@@ -127,18 +127,19 @@ class Supervisor:
                 self._passed_on[0] = info.si_signo
                 host.send_signal_to_first(info.si_signo)
 
-    def _end_as(self, code: int, *, is_reported: bool) -> NoReturn:
-        """End as rank 0 did, where the exit handlers of what was imported ran."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if code >= 0:
-            os._exit(code)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rank 0 has left one
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        signal.raise_signal(-code)  # in this thread: another one waits for signals of the process
-        os._exit(128 - code)
+
+def _end_as(code: int) -> NoReturn:
+    """End as rank 0 did, where the exit handlers of what was imported ran."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rank 0 has left one
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+    signal.raise_signal(-code)  # in this thread: another one waits for signals of the process
+    os._exit(128 - code)
 
 
 def _answer(link: socket.socket, host: JobHost) -> None:
@@ -208,7 +209,8 @@ class JobHost(LocalProcesses):
 
     def open_server(self, address: str, settings: SupervisionSettings, **options: Any) -> int:
         """Open a control server in place of the previous one; return its port."""
-        self._close_server()
+        if self._server is not None:
+            self._server.close()
         self._server = ControlServer(address, settings=settings, processes=self, **options)
         ended = self._children.first_failure()
         if ended is not None:  # one that will not come
@@ -230,7 +232,7 @@ class JobHost(LocalProcesses):
             variables = {**launch.environment, "LOCAL_RANK": str(local_rank)}
             is_later = launch.is_later or local_rank == 0
             children.start(local_rank, command, variables, is_later=is_later)
-        self._guard = self._guard or Guard(ends_launcher=False)
+        self._guard = Guard(ends_launcher=False)
 
     def kill_rank(self, rank: int) -> None:
         """Kill the process that had this rank in the beginning."""
@@ -248,7 +250,7 @@ class JobHost(LocalProcesses):
         """Wait for the other ranks; return the first failure of the job, and be ready for the next one."""
         self._wait_for_others()
         failure = self._verdict()
-        self._close_server()
+        self._close()
         self._children, self._launch, self._failure = self._make_children(), None, None
         return failure
 
@@ -321,11 +323,11 @@ class JobHost(LocalProcesses):
             self._first.send_signal(signal.SIGKILL)
             self._children.kill()
 
-    def end(self) -> tuple[int, bool]:
-        """Wait for the other ranks after the end of rank 0, and report the failure that ended the job.
+    def end(self) -> int:
+        """Wait for the other ranks after the end of rank 0; report the failure that ended the job.
 
         Returns:
-            The exit code as of `subprocess`; and whether there was a report.
+            Exit code, as of `subprocess`.
         """
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
@@ -333,33 +335,29 @@ class JobHost(LocalProcesses):
             rank=self._children.first_rank or 0, node_rank=self._children.node_rank, pid=self._first.pid
         )
         if self.has_job and not self._has_lost_zygote:
-            early = " before it had joined the others" if code == 0 else ""
-            message = f"the process {describe_exit(code)}{early}; its output is above"
-            self._ended(FailureRecord.of_identity(who, message, exit_code=code))
+            self._ended(exit_record(who, code))
         self._wait_for_others()
         failure, server = self._verdict(), self._server
         has_gone_on = server is not None and failure is None and self._is_left_behind()
         codes = {code, *(process.returncode for process in self._children.procs)}
-        self._close_server()
-        if self._guard is not None:
-            self._guard.end()
+        self._close()
         if has_gone_on:
-            return 0, False
+            return 0
         if failure is None or codes == {0}:  # the scripts of all ranks here caught it
-            return code, False
+            return code
         show_report(failure)
-        return (1 if self._has_lost_zygote else code or 1), True
+        return 1 if self._has_lost_zygote else code or 1
 
     def _wait_for_others(self) -> None:
         """Wait until all other ranks ended; end them where they do not after rank 0."""
-        server, is_gone = self._server, self._first.returncode is not None
+        server, code = self._server, self._first.returncode
         ends_at = time.monotonic() + max(_EXIT_GRACE_S, self._grace_s + _LATER_S)
-        if is_gone and self._first.returncode != 0 and server is None and self._children.node_rank == 0:
+        if code and server is None and self._children.node_rank == 0:
             self._children.kill()  # nobody has told them
         while not self._children.join(_LOOK_EVERY_S):
             if self._is_left_behind():
                 ends_at = math.inf
-            elif server is not None and is_gone:
+            elif server is not None and code is not None and not (code and server.goes_on and server.has_met):
                 self._kill_strangers(server)
             if time.monotonic() > ends_at:
                 self._children.end(0.0)
@@ -382,11 +380,14 @@ class JobHost(LocalProcesses):
         """Return the first failure of the job, which may just be decided."""
         if self._server is None:
             return self._failure
-        has_failed = any(process.returncode != 0 for process in [self._first, *self._children.procs])
+        has_failed = any(process.returncode for process in [self._first, *self._children.procs])
         waits = has_failed and not self._is_left_behind()
         return self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if waits else 0.0)
 
-    def _close_server(self) -> None:
+    def _close(self) -> None:
+        """End the control server and the guard of the job."""
         if self._server is not None:
             self._server.close()
-        self._server = None
+        if self._guard is not None:
+            self._guard.end()
+        self._server = self._guard = None
