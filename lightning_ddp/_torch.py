@@ -43,8 +43,6 @@ push_mode, pop_mode = torch.utils._python_dispatch._push_mode, torch.utils._pyth
 """Functions that begin and end a dispatch mode in this thread alone."""
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
 """Function that returns the number of C++ references to a tensor; 1 is its Python object."""
-version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""Function that returns a tensor's version, which increases with each in-place change."""
 gradient_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None]
 gradient_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 name_of_operator: Callable[[Any], str] = operator.attrgetter("_schema.name")

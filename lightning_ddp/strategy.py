@@ -286,7 +286,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
             if session.is_joining:  # until this process has joined, another process is rank 0
                 read_rank_again(max(1, self.global_rank), self.local_rank)
-            self._journal = Journal(session, self.global_rank)
+            self._journal = Journal(session)
 
     def setup(self, trainer: Trainer) -> None:
         """Move the model to its device, wrap it for fitting, and create optimizers.

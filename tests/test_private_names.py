@@ -192,17 +192,6 @@ def test_tensors_change_unseen_by_autograd() -> None:
     assert [(buffer._version, buffer[0].item()) for buffer in buffers] == [(0, 3.0), (0, 3.0)]
 
 
-@canary("torch.Tensor._version")
-def test_each_step_of_an_optimizer_is_seen_in_the_parameters() -> None:
-    """An optimizer changes parameters in place, which is counted (but for a fused one's)."""
-    for foreach in (False, True):
-        parameter = torch.nn.Parameter(torch.ones(2))
-        parameter.grad = torch.ones(2)
-        before = parameter._version
-        torch.optim.AdamW([parameter], foreach=foreach).step()
-        assert parameter._version > before
-
-
 @canary("torch.Tensor._post_accumulate_grad_hooks")
 def test_the_hooks_on_a_gradient_can_be_counted() -> None:
     """None, or a dict of the hooks that run once a parameter's gradient is accumulated."""

@@ -592,6 +592,16 @@ def test_no_sample_is_repeated_where_ranks_may_run_out_of_batches(victim, tmp_pa
     ledger.check_samples(steps, is_whole=True, num_samples=97, most_repeated=0)
 
 
+@pytest.mark.slow
+def test_a_validation_in_an_accumulation_window_is_repeated_with_the_window(tmp_path) -> None:
+    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 3}
+    order = {"devices": 3, "validates": True, "trainer": trainer}
+    ledger = train(tmp_path, faults=[fault(1, "validation", 1)], **order)
+    ledger.check([0, 2], window=2)
+    again = [entry["batch"] for entry in ledger.of("tries") if entry["generation"] == 1]
+    assert again[0] == 2, "the gradients of the first batch of the window are gone"
+
+
 def repeat_without_losses(rank: int, world_size: int, folder: Path, batches: list[list[Any]]) -> str:
     """The steps of a run by those that were left of it, from its state before the step that was lost."""
     net = nn.Sequential(

@@ -443,6 +443,8 @@ class Recovery(StepObserver):
             num_batches = self._loop.batch_progress.current.ready
         self._deal(num_batches)
         self._loggers.take_over()
+        if self._journal is not None:
+            self._journal.publish()  # rank 0 may have been lost before it has
         self._tell(generation, error)
         if self.ledger.cursor is Cursor.COMMITTED:
             self._calls.defer(True)

@@ -252,6 +252,8 @@ class StepLedger:
     def undo(self) -> None:
         """Go back to the last boundary, if the present step is not committed."""
         if self.must_redo and self.mark is not None:
+            if self.phase_mark is not None:
+                self.phase_mark.restore()
             self.mark.restore()
             self.phase, self.cursor = self.mark.phase, Cursor.BOUNDARY
             self._num_backwards, self._has_gradients = 0, False

@@ -1,9 +1,9 @@
-"""What a process takes over that comes into the place of another one: results, state, files of loggers.
+"""State that a process takes over in the place of another one: results of the set-up, training, loggers.
 
 A process that joins runs the script while the others train, and nobody answers what its set-up communicates:
-rank 0 keeps the results in the run's store, where a `Journal` reads them in order. At a step boundary it gets
-a `Handover`: what plain Lightning saves in a checkpoint, with what hooks and averagers share and with what of
-the data is used. Where rank 0 is lost, who becomes rank 0 goes on with its `Loggers`.
+a `Journal` reads from the run's store what rank 0 had there. At a step boundary it gets a `Handover`: what
+plain Lightning saves in a checkpoint, with the state of hooks and averagers and the used part of the data. If
+rank 0 is lost, the next rank 0 continues its `Loggers`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pickle
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,38 +42,34 @@ from lightning_ddp.launch.job_context import JobContext
 __all__ = ["MAIN", "VALIDATION", "Handover", "Journal", "Loggers", "seed_generators"]
 
 MAIN, VALIDATION = "main", "validation"
-"""Parts, each with an order of its own: the loaders of validation are made at different times."""
+"""Parts, each with its own order: the loaders of validation are made at different times."""
+_KEY = "lightning_ddp/journal"
 _CHUNK_BYTES = 4 * 1024 * 1024
 _LOOK_EVERY_S = 0.02
 
 
 class Journal:
-    """What the ranks of a run tell each other before their first epoch, kept for processes that join later.
+    """Results of the collectives before the first epoch, kept for processes that join later.
 
-    What is read from the store is pickled, and only believed if it is signed with the secret of the run.
+    Rank 0 publishes them when its first epoch begins, signed with the secret of the run: they are pickled.
 
     Args:
-        session: of this process, which reads what rank 0 has written if it joins.
-        rank: its own, or the one that it is to have.
+        session: context of this process's job.
     """
 
-    def __init__(self, session: JobContext, rank: int) -> None:
+    def __init__(self, session: JobContext) -> None:
         self._session = session
         self._is_reader = session.is_joining
-        self._is_writer = rank == 0 and not session.is_joining
         self._secret = (session.rendezvous.token or "").encode()
         self._part: str | None = MAIN
         self._ended: set[str] = set()
-        self._count: Counter[str] = Counter()
-
-    @property
-    def _store(self) -> Any:
-        """Each generation reaches it by a connection of its own."""
-        return self._session.store
+        self._results: dict[str, list[tuple[str, Any]]] = {MAIN: [], VALIDATION: []}
+        self._known: set[str] = set()
+        """Parts that were read from the store."""
 
     @contextmanager
     def part(self, name: str | None) -> Generator[None, None, None]:
-        """What communicates in here belongs to another part; None for none."""
+        """Count what communicates in this context to another part; None for none."""
         before, self._part = self._part, name
         try:
             yield
@@ -82,113 +77,112 @@ class Journal:
             self._part = before
 
     def end(self, name: str) -> None:
-        """A part is complete: what follows communicates in all processes."""
-        if name in self._ended:
-            return
-        self._ended.add(name)
-        if self._is_writer:
-            self._store.set(_key(name, "end"), str(self._count[name]))
-
-    def is_complete(self, name: str) -> bool:
-        """Whether rank 0 has written all of a part."""
-        return bool(self._store.check([_key(name, "end")]))
+        """Complete a part: what follows communicates in all processes."""
+        if name not in self._ended:
+            self._ended.add(name)
+            self.publish()
 
     @property
     def is_read(self) -> bool:
-        """Whether what communicates now is answered by what is written."""
+        """True if what communicates now is answered by what rank 0 has published."""
         return self._is_reader and self._part is not None and self._part not in self._ended
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
-        """What a collective of some kind returns, by itself or as it is written.
+        """Return the result of a collective of some kind, from `call` or as rank 0 had it.
 
         Raises:
             ConfigurationError: rank 0 has called something of another kind here.
         """
-        name = self._part
-        if name is None or name in self._ended:
+        if self._part is None or self._part in self._ended:
             return call()
-        number = self._count[name]
-        self._count[name] += 1
-        if self.is_read:
-            return self._read(name, number, kind)
-        value = call()
-        if self._is_writer:
-            self._write(name, number, pickle.dumps((kind, value)))
+        if not self._is_reader:
+            value = call()
+            self._results[self._part].append((kind, value))
+            return value
+        if self._part not in self._known:
+            self._known.add(self._part)
+            self._results[self._part] = self._read(self._part)
+        results = self._results[self._part]
+        expected, value = results.pop(0) if results else ("nothing more before its first epoch", None)
+        if expected != kind:
+            raise ConfigurationError(
+                f"on_failure='replace': in a replacement process the script's set-up calls {kind}, where"
+                f" rank 0 has called {expected}. Set-up must be the same in each process, and not depend on"
+                " files that the run itself has written."
+            )
         return value
 
-    def _write(self, name: str, number: int, data: bytes) -> None:
+    # ------------------------------------------------------------------ the store
+
+    def publish(self) -> None:
+        """Write all results to the store, if this is rank 0 and its first epoch has begun."""
+        calls = self._session.control.calls
+        if self._is_reader or MAIN not in self._ended or calls is None or calls.state.rank != 0:
+            return
+        data = pickle.dumps((self._ended, self._results))
         chunks = [data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES)]
         for index, chunk in enumerate(chunks):
-            self._store.set(_key(name, number, index), chunk)
-        self._store.set(_key(name, number), f"{len(chunks)} {self._sign(name, number, data)}")
+            self._session.store.set(f"{_KEY}/{index}", chunk)
+        self._session.store.set(_KEY, f"{len(chunks)} {self._sign(data)}")
 
-    def _read(self, name: str, number: int, kind: str) -> Any:
-        found = None
-        while found is None:
-            if self._store.check([_key(name, number)]):
-                found = self._store.get(_key(name, number)).decode()
-            elif self.is_complete(name) and int(self._store.get(_key(name, "end"))) <= number:
-                self._refuse(number, kind, "nothing more before its first epoch")
-            else:
-                self._session.control.check_whether_late()
-                time.sleep(_LOOK_EVERY_S)
-        num_chunks, signature = found.split()
-        data = b"".join(self._store.get(_key(name, number, index)) for index in range(int(num_chunks)))
-        if not hmac.compare_digest(signature, self._sign(name, number, data)):
+    def is_complete(self, name: str) -> bool:
+        """Wait for what rank 0 publishes; return True if it has all of a part."""
+        return name in self._published()[0]
+
+    def _read(self, name: str) -> list[tuple[str, Any]]:
+        while not self.is_complete(name):
+            time.sleep(_LOOK_EVERY_S)
+        return self._published()[1][name]
+
+    def _published(self) -> tuple[set[str], dict[str, list[tuple[str, Any]]]]:
+        store = self._session.store
+        while not store.check([_KEY]):
+            self._session.control.check_whether_late()
+            time.sleep(_LOOK_EVERY_S)
+        num_chunks, signature = store.get(_KEY).decode().split()
+        data = b"".join(store.get(f"{_KEY}/{index}") for index in range(int(num_chunks)))
+        if not hmac.compare_digest(signature, self._sign(data)):
             raise ConfigurationError(
                 "the store of the run has results that are not signed with the secret of the run"
             )
-        written, value = pickle.loads(data)
-        if written != kind:
-            self._refuse(number, kind, written)
-        return value
+        found: tuple[set[str], dict[str, list[tuple[str, Any]]]] = pickle.loads(data)
+        return found
 
-    def _sign(self, name: str, number: int, data: bytes) -> str:
-        return hmac.new(self._secret, f"{name}/{number}/".encode() + data, hashlib.sha256).hexdigest()
-
-    def _refuse(self, number: int, kind: str, other: str) -> None:
-        raise ConfigurationError(
-            f"on_failure='replace': in a replacement process the script's set-up calls {kind} as collective"
-            f" number {number}, where rank 0 has called {other}. Set-up must be the same in each process,"
-            " and not depend on files that the run itself has written."
-        )
-
-
-def _key(*parts: object) -> str:
-    return "/".join(("lightning_ddp", "journal", *map(str, parts)))
+    def _sign(self, data: bytes) -> str:
+        return hmac.new(self._secret, data, hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)
 class Handover:
-    """The state of a member at a step boundary, for a process that joins there.
+    """State of a member at a step boundary, for a process that joins there.
 
-    That one takes it over as a run that resumes does, but for the loops: Lightning resumes in an epoch as if
+    That one takes it over as a run that resumes does, except the loops: Lightning resumes in an epoch as if
     it had been interrupted, and would skip or repeat a batch. So their counters are set.
     """
 
     checkpoint: dict[str, Any]
-    """As Lightning saves it."""
+    """Checkpoint as Lightning saves it."""
     shared: dict[str, Any] | None
-    """Of hook and averager."""
+    """State of hook and averager."""
     dealt: list[Any]
-    """What of the data is used."""
+    """Used part of the data, of each loader."""
     num_batches: int
-    """Of this epoch, that are used."""
+    """Number of used batches of this epoch."""
     metrics: dict[str, Any]
-    """What callbacks monitor."""
+    """Metrics that callbacks monitor."""
     saved: list[int | None]
-    """At which step each callback that saves checkpoints has done so last."""
+    """Step of the last checkpoint of each callback; None for callbacks that save none."""
     should_stop: bool
     num_recoveries: int
-    """After failures, that loggers have been told of."""
+    """Number of recoveries that loggers were told of."""
     validates: bool
-    """Whether the loaders of validation are set up, for which the ranks communicate."""
+    """True if the loaders of validation are set up, for which the ranks communicate."""
 
     @classmethod
     def of(
         cls, trainer: Trainer, communication: Communication, dealer: Dealer, *, num_recoveries: int
     ) -> Handover:
-        """What this rank has. All members call it, as hooks of a checkpoint may communicate."""
+        """Return the state of this rank. All members call it, as hooks of a checkpoint may communicate."""
         checkpoint = dump_checkpoint(trainer)
         has_state = communication.has_state
         return cls(
@@ -204,7 +198,7 @@ class Handover:
         )
 
     def restore(self, trainer: Trainer, communication: Communication) -> None:
-        """Takes over all but the loops. Does not communicate."""
+        """Take over all except the loops. Does not communicate."""
         restore_checkpoint(trainer, dict(self.checkpoint))
         if self.shared is not None:
             names = [name for name, _ in trainer.lightning_module.named_parameters()]
@@ -216,13 +210,13 @@ class Handover:
         trainer.should_stop = self.should_stop
 
     def restore_loops(self, trainer: Trainer, dealer: Dealer) -> None:
-        """Sets the counters of the loops, inside of the epoch."""
+        """Set the counters of the loops, inside the epoch."""
         load_loops(trainer, self.checkpoint["loops"]["fit_loop"])
         dealer.load(self.dealt)
 
 
 def seed_generators(*, seed: int, rank: int, step: int) -> None:
-    """Seeds the global generators of random numbers, other than on any other rank or at any other step."""
+    """Seed the global random number generators, differently for each rank and step."""
     digest = hashlib.sha256(f"{seed}/{rank}/{step}".encode()).digest()
     number = int.from_bytes(digest[:4], "little")
     torch.manual_seed(number)

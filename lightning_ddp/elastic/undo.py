@@ -110,18 +110,14 @@ class Mark:
         self._module.restore()
         self._communication.restore(self._hook)
         put_scale(self._scaler, self._scale)
-        self.restore_counters()
+        self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+        for owner, values in self._counters:
+            vars(owner).update(values)
         results: Any = training_results(self._trainer)
         for key in [key for key in results if key not in self._results]:
             del results[key]
         for metric, states in self._results.values():
             put_states(metric, states)
-
-    def restore_counters(self) -> None:
-        """Put the counters of the loops back."""
-        self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
-        for owner, values in self._counters:
-            vars(owner).update(values)
 
     def restore_random(self) -> None:
         """Put the random number generators back: the last thing before the step is repeated."""
