@@ -365,6 +365,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         # After an abort of NCCL, parameters may include partly averaged gradients, unless each update waits
         # for the gradients.
         is_exact = self.root_device.type == "cpu" or self._observer.repeats_steps
+        self._observer.begin_fit()
         if folder is False or ours.watch is None or not is_exact:
             return
         from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver

@@ -592,6 +592,14 @@ def test_no_sample_is_repeated_where_ranks_may_run_out_of_batches(victim, tmp_pa
     ledger.check_samples(steps, is_whole=True, num_samples=97, most_repeated=0)
 
 
+def test_a_trainer_fits_again_after_a_failure_that_the_script_has_caught(tmp_path) -> None:
+    faults = [fault(1, "forward", 3, how="raise")]
+    ledger = train(tmp_path, devices=2, catches=True, faults=faults)
+    assert ledger.ended == [0, 1]
+    assert len(ledger.of("excepts")) == 2
+    assert {entry["step"] for entry in ledger.of("ends")} == {3 + EPOCHS * SAMPLES // 8}
+
+
 @pytest.mark.slow
 def test_a_validation_in_an_accumulation_window_is_repeated_with_the_window(tmp_path) -> None:
     trainer = {"accumulate_grad_batches": 2, "val_check_interval": 3}

@@ -1,4 +1,4 @@
-"""Training that goes on without a rank that is lost: here what callbacks and modules are told of it."""
+"""Training that continues without a lost rank: here what callbacks and modules are told of it."""
 
 from __future__ import annotations
 

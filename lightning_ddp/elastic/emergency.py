@@ -55,6 +55,10 @@ class EmergencyObserver(StepObserver):
         before_updates(trainer, self.ledger.begin_update)
         after_schedulers(trainer, self._end_batch)
 
+    def begin_fit(self) -> None:
+        """Forget where an earlier fit has ended."""
+        self.ledger.begin_fit()
+
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Note that a backward begins."""
         self.ledger.begin_backward()

@@ -48,7 +48,9 @@ from lightning_ddp.elastic.step_observer import StepObserver
 from lightning_ddp.elastic.takeover import MAIN, VALIDATION, Handover, Journal, Loggers, seed_generators
 from lightning_ddp.elastic.undo import RandomStates, put_scale
 from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext, global_seed
+from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
@@ -90,8 +92,7 @@ class Recovery(StepObserver):
         group: Callable[[], Group],
         journal: Journal | None,
     ) -> None:
-        assert session.control.calls is not None
-        self._ours, self._calls = session.control, session.control.calls
+        self._session = session
         self._trainer, self._communication = trainer, communication
         self._device = trainer.strategy.root_device
         self._meet, self._boundary, self._group = meet, boundary, group
@@ -133,7 +134,21 @@ class Recovery(StepObserver):
         self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
         self._calls.may_leave = True
 
+    @property
+    def _ours(self) -> FailureHandler:
+        return self._session.control  # another one after a failure that the script has caught
+
+    @property
+    def _calls(self) -> RecoveryClient:
+        calls = self._ours.calls
+        assert calls is not None
+        return calls
+
     # ------------------------------------------------------------------ told by the strategy
+
+    def begin_fit(self) -> None:
+        """Forget where an earlier fit has ended."""
+        self.ledger.begin_fit()
 
     def wait_for_others(self) -> None:
         """Return once all ranks have come as far, or one is lost: what is repeated goes on without it.

@@ -1,4 +1,4 @@
-"""The rest of an epoch, dealt anew over the ranks that are left: no sample twice, none lost.
+"""Samplers that deal the rest of an epoch anew over the remaining ranks: no sample twice, none lost.
 
 A sampler that deals a permutation over the ranks in turn has, after c batches of B samples on W ranks, used
 exactly the first c * B * W of it. What is left is dealt over the new ranks in the same way.

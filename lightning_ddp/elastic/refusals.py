@@ -1,4 +1,4 @@
-"""What cannot go on exactly without a rank is refused before training starts, with the reason."""
+"""Refusals, before training starts, of what cannot continue exactly without a rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_arguments(
     hook_has_state: bool,
     averager: AveragerPlan | None,
 ) -> None:
-    """Raises a ConfigurationError if arguments of the strategy ask for what cannot go on without a rank."""
+    """Raise a ConfigurationError if arguments of the strategy ask for what cannot continue without a rank."""
     if isinstance(settings, ReplaceSettings) and start_method != "popen":
         _refuse(
             f"start_method={start_method!r} and new processes",
@@ -79,7 +79,7 @@ def check_training(
     device_type: str,
     is_averaging: bool,
 ) -> None:
-    """The same of the Trainer and where it runs."""
+    """Raise a ConfigurationError if the Trainer, or the place where it runs, does so."""
     if num_nodes > 1 and start_method != "popen":
         _refuse(
             f"num_nodes={num_nodes} and start_method={start_method!r}",
@@ -160,12 +160,12 @@ def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
 
 
 def check_next_run(trainer: Any, *, generation: int, is_same: bool) -> None:
-    """The same of what follows in a script whose run has gone on `generation` times without ranks.
+    """Raise a ConfigurationError if a script that has lost ranks goes on with what needs all of them.
 
     Args:
-        trainer: what is to run.
-        generation: of the run.
-        is_same: whether it is the Trainer whose fit has gone on.
+        trainer: the Trainer that is to run.
+        generation: number of the run's present generation.
+        is_same: True if it is the Trainer whose fit has lost ranks.
     """
     if generation and (is_fitting(trainer) or not is_same):
         raise ConfigurationError(

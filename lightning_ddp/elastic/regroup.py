@@ -1,4 +1,4 @@
-"""Leaves the process group of the ranks that there were, and makes the one of those that go on."""
+"""Change of process groups: leave the one with the lost ranks, make the one of those that continue."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["end_collectives", "leave", "meet_again"]
 
 _LOOK_EVERY_S = 0.005
 _ABORTED_WITHIN_S = 20.0
-"""How long the communicators of NCCL, and what was queued on the device, may take to end."""
+"""Longest time for the communicators of NCCL, and what was queued on the device, to end."""
 
 
 def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> None:
-    """Lets go of a group whose connections are aborted, which a `BucketedDDP` used. Does not communicate."""
+    """Let go of a group with aborted connections, which a `BucketedDDP` used. Does not communicate."""
     end_collectives(ours, device)
     if wrapper is not None:
         wrapper.reducer.close()
@@ -40,7 +40,7 @@ def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> No
 
 
 def end_collectives(ours: FailureHandler, device: torch.device) -> None:
-    """Aborts all groups; when it returns nothing runs on the device any more. Does not communicate.
+    """Abort all groups; when it returns nothing runs on the device any more. Does not communicate.
 
     On the CPU nothing is done, as what waits there has been interrupted.
 
@@ -76,18 +76,18 @@ def meet_again(
     meet_within: timedelta,
     device: torch.device,
 ) -> Any:
-    """Makes the default process group of a new generation. All its ranks call it; it returns once all have.
+    """Make the default process group of a new generation. All its ranks call it; return once all have.
 
     gloo cannot be interrupted where it waits for a peer to connect, which may be lost at this very moment: so
     it begins when all have come, and gives up soon.
 
     Args:
-        session: of this process; its control channel says which generation it is, and which rank of it.
+        session: context of this process's job; its control channel knows generation and rank.
         backend: 'gloo', 'nccl' ...
         world_size: the new number of ranks.
-        timeout: of collectives.
-        meet_within: how long gloo waits for a peer, which it does up to five times.
-        device: of this process.
+        timeout: time limit of collectives.
+        meet_within: time for which gloo waits for a peer, up to five times.
+        device: device of this process.
 
     Raises:
         PeerFailure: the run has failed meanwhile.

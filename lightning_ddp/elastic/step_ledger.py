@@ -134,6 +134,11 @@ class StepLedger:
 
     # ------------------------------------------------------------------ told by the loops
 
+    def begin_fit(self) -> None:
+        """Forget where an earlier fit has ended, which may have failed in the middle of a step."""
+        self.cursor, self.mark, self.phase_mark = Cursor.PHASE, None, None
+        self._num_backwards, self._has_gradients = 0, False
+
     def begin_epoch(self) -> None:
         """Forget the parts of the module: it may have other ones than in the epoch before."""
         self._snapshot = None

@@ -32,6 +32,9 @@ class StepObserver:
 
     # ------------------------------------------------------------------ steps
 
+    def begin_fit(self) -> None:
+        """Note that a fit begins, perhaps not the first one of the Trainer."""
+
     def begin_batch(self, batch: Any) -> None:
         """Note the batch in use."""
 

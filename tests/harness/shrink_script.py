@@ -703,6 +703,11 @@ def main() -> None:
     except SystemExit:
         note(event="unwinds")
         raise
+    except Exception:
+        if "catches" not in ORDER:
+            raise
+        ORDER["faults"].clear()
+        trainer.fit(model, loader, evaluated)
     saving = trainer.checkpoint_callback
     if ORDER.get("double"):
         torch.save(model.state_dict(), FOLDER / f"end-{place()}.pt")
