@@ -552,7 +552,7 @@ class Recovery(StepObserver):
         """
         is_behind = self._calls.state.place in form.behind
         source, device = form.members.index(form.source), self._device
-        before, is_local = self.ledger.cursor, self._communication.is_local
+        is_local = self._communication.is_local
         takes = is_behind and not self._communication.keeps_parameters
         keeps_optimizer = self._communication.keeps_optimizer
         if is_behind:
@@ -577,7 +577,7 @@ class Recovery(StepObserver):
         self._communication.copy_state(group, source, device, is_behind=is_behind)
         self._settle()
         if is_behind:  # also where another one is lost before all have gone on
-            self.ledger.end_copy(before, form.step)
+            self.ledger.end_copy(form.step)
 
     def _deal(self, num_batches: int) -> None:
         """Deal the rest of the epoch over the present ranks."""

@@ -84,6 +84,8 @@ class StepLedger:
         """`batches_that_stepped` at the last commit."""
         self.loaders: list[Any] | None = None
         """States of the dataloaders at the last commit, of those that have one."""
+        self._before_copy = Cursor.PHASE
+        """Cursor before the state began to be overwritten."""
         self._num_backwards = 0
         self._has_several = any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers)
         self._has_gradients = False
@@ -100,7 +102,8 @@ class StepLedger:
     @property
     def must_redo(self) -> bool:
         """True if the present step, or its part so far, is not committed."""
-        return self.cursor in (Cursor.BOUNDARY, Cursor.COMPUTING, Cursor.UPDATING)
+        cursor = self._before_copy if self.cursor is Cursor.COPYING else self.cursor
+        return cursor in (Cursor.BOUNDARY, Cursor.COMPUTING, Cursor.UPDATING)
 
     @property
     def is_whole(self) -> bool:
@@ -236,7 +239,7 @@ class StepLedger:
         self._settle_unit(self.cursor)
 
     def _settle_unit(self, before: Cursor) -> None:
-        """Note that a unit is committed; `before` is the cursor before its end."""
+        """Note that a unit is committed, or copied; `before` is the cursor before that."""
         self.num_stepped = batches_that_stepped(self._trainer)
         self.loaders = loader_states(self._trainer)
         if before is Cursor.BOUNDARY:
@@ -277,13 +280,14 @@ class StepLedger:
 
     def begin_copy(self) -> None:
         """Note that the state is about to be overwritten."""
-        self.cursor = Cursor.COPYING
+        if self.cursor is not Cursor.COPYING:  # else from a rank that was lost meanwhile
+            self._before_copy, self.cursor = self.cursor, Cursor.COPYING
 
-    def end_copy(self, before: Cursor, step: int) -> None:
-        """Note that this rank has the state of a step; `before` is the cursor before `begin_copy`."""
+    def end_copy(self, step: int) -> None:
+        """Note that this rank has the state of a step."""
         complete_steps(self._trainer)
         self.step = step
-        self._settle_unit(before)
+        self._settle_unit(self._before_copy)
 
     def resume(self) -> None:
         """Put back what the recovery itself has changed: the last thing before training continues."""
