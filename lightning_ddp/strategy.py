@@ -6,7 +6,6 @@ It is long because Lightning's interface is: set-up, data, steps, evaluation, ch
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
@@ -26,10 +25,8 @@ from lightning_ddp._lightning import (
     CheckpointIO,
     ClusterEnvironment,
     DDPStrategy,
-    ForwardRedirection,
     LightningModule,
     Precision,
-    ResultCollection,
     Trainer,
     bind_like,
     choose_backend,
@@ -44,9 +41,9 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, HookSpec
-from lightning_ddp.ddp.buffers import copy_states, put_states
 from lightning_ddp.elastic.step_observer import StepObserver
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
+from lightning_ddp.loop_parts import LockstepResults, ManualOptimizationRedirection, require_lockstep
 from lightning_ddp.shm.hosts import Transport
 from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, UnevenInputs, as_wrapper
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
@@ -257,7 +254,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
                 averager=self._communication.averager_plan,
             )
-        redirection = bind_like(self, _ManualOptimizationRedirection)
+        redirection = bind_like(self, ManualOptimizationRedirection)
         set_redirection(self, redirection(self._communication))
 
     # ------------------------------------------------------------------ launch and set-up
@@ -417,32 +414,24 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
         Collective: all ranks must call it.
         """
-        from lightning_ddp.elastic.regroup import meet_again
+        from lightning_ddp.elastic.regroup import meet_again, take_rank
 
         assert self._session is not None
-        ours = self._session.control
-        assert ours.calls is not None
-        for place in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its
-            self._session.children.kill_rank(place)  # control connection
-        member, world_size = ours.calls.state, len(new.members)
-        self._world = member.rank, world_size
-        node = member.place // self.num_processes
-        on_node = [place for place in new.members if place // self.num_processes == node]
-        self._local_rank = on_node.index(member.place)
+        rank, self._local_rank = take_rank(self._session, new, self.num_processes)
+        self._world = rank, len(new.members)
         self.set_world_ranks()
-        ours.set_while_running({"WORLD_SIZE": str(world_size)})
+        # Five times this is less than failure_grace_s, after which a rank counts as lost. Between nodes,
+        # messages may take seconds.
+        part = 10 if self.num_nodes == 1 else 1
         group = meet_again(
             self._session,
             choose_backend(self),
-            world_size,
+            len(new.members),
             timeout=self._group_timeout,
-            # Five times this is less than failure_grace_s, after which a rank counts as lost. Between
-            # nodes, messages may take seconds.
-            meet_within=timedelta(
-                seconds=self._reconcile_settings.failure_grace_s / (10 if self.num_nodes == 1 else 1)
-            ),
+            meet_within=timedelta(seconds=self._reconcile_settings.failure_grace_s / part),
             device=self.root_device,
         )
+        ours = self._session.control
         self._group = Group(group, ours.interrupt, transport=self._transport)
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
@@ -479,7 +468,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 is_allowed=self._uneven_inputs == "join",
                 divide_by_initial_world_size=self._divide_by_initial_world_size,
             )
-            results = bind_like(trainer, _LockstepResults)(self._lockstep)
+            results = bind_like(trainer, LockstepResults)(self._lockstep)
             set_training_results(trainer, results)
             forget_loaders(trainer)  # already made if a schedule needed the number of steps
 
@@ -503,7 +492,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._lockstep is None:
             return dataloader
         assert self.lightning_module is not None
-        _require_lockstep(self.lightning_module)
+        require_lockstep(self.lightning_module)
         if dealer is None:
             return self._lockstep.wrap(dataloader)
         return self._lockstep.wrap(
@@ -821,58 +810,3 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
 CustomDDPPlugin = CustomDDPStrategy
 """Name of the strategy from the time when Lightning called strategies plugins."""
-
-
-class _ManualOptimizationRedirection(ForwardRedirection):
-    """Forward redirection that does not arm the reducer if backward has already run inside."""
-
-    def __init__(self, communication: Communication) -> None:
-        super().__init__()
-        self._communication = communication
-
-    def on_after_inner_forward(self, wrapper_module: torch.nn.Module, original_module: Any) -> None:
-        self._set_sync(wrapper_module, original_module, is_on=False)
-
-    def on_after_outer_forward(self, wrapper_module: torch.nn.Module, original_module: Any) -> None:
-        self._set_sync(wrapper_module, original_module, is_on=self._communication.synchronises_backward)
-
-    def _set_sync(self, wrapper_module: torch.nn.Module, original_module: Any, *, is_on: bool) -> None:
-        wrapper = as_wrapper(wrapper_module)
-        if wrapper is not None and not original_module.automatic_optimization:
-            wrapper.require_backward_grad_sync = is_on
-
-
-class _LockstepResults(ResultCollection):
-    """Logged training results, without those that a rank logs while it repeats its last batch."""
-
-    def __init__(self, lockstep: Lockstep) -> None:
-        super().__init__(training=True)
-        self._lockstep = lockstep
-
-    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        metric = self[key]
-        # Values for the epoch are logged after its last step.
-        is_replay = self._lockstep.turn.is_replay and not key.startswith("on_train_epoch")
-        before = copy_states(metric) if is_replay else {}
-        super().update_metrics(key, value, batch_size)
-        put_states(metric, before)
-        if metric.is_tensor and metric.meta.is_mean_reduction:
-            # The batch size differs between ranks, and the mean of integers would be rounded.
-            metric.cumulated_batch_size = metric.cumulated_batch_size.to(metric.value.dtype)
-
-
-def _require_lockstep(module: LightningModule) -> None:
-    """Reject ways of training in which the ranks cannot be kept in step."""
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ConfigurationError(
-            "uneven_inputs needs a training_step(batch, batch_idx). A training_step with dataloader_iter"
-            " fetches batches itself, so it is not known which step a batch belongs to."
-        )
-    loop = module.trainer.fit_loop
-    progress = loop.epoch_loop.batch_progress
-    if loop.restarting and progress.current.ready and not progress.is_last_batch:
-        raise ConfigurationError(
-            f"uneven_inputs cannot resume inside an epoch, here after {progress.current.ready} batches,"
-            " because the checkpoint does not contain which batches each rank has used. Resume from a"
-            " checkpoint of the end of an epoch."
-        )

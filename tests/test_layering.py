@@ -26,7 +26,8 @@ HOUSE = (
     ("averaging", "hooks", "launch"),
     ("communication", "ddp"),
     ("elastic", "rank_files", "strategy_core"),
-    ("fabric", "strategy"),
+    ("fabric", "loop_parts"),
+    ("strategy",),
     ("callbacks", "trainer", "variants"),
     ("conf", "tools"),
     ("cli",),
@@ -45,6 +46,7 @@ KNOWS_LIGHTNING = {
     "trainer",
     "variants",
     "launch",
+    "loop_parts",
     "tools",
 }
 READS_ENVIRONMENT = {"hydra_jobs", "launch", "tools"}

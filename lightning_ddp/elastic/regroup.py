@@ -19,8 +19,9 @@ from lightning_ddp.launch.interface import backend_names
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
 from lightning_ddp.launch.stop_signals import tell_long_wait
+from lightning_ddp.supervise.orders import NewGeneration
 
-__all__ = ["end_collectives", "leave", "meet_again"]
+__all__ = ["end_collectives", "leave", "meet_again", "take_rank"]
 
 _LOOK_EVERY_S = 0.005
 _ABORTED_WITHIN_S = 20.0
@@ -65,6 +66,25 @@ def end_collectives(ours: FailureHandler, device: torch.device) -> None:
             " after the abort"
         )
     call.result  # noqa: B018 (raises what has gone wrong)
+
+
+def take_rank(session: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
+    """Return the rank and the local rank of this process in a new generation, and kill its lost processes.
+
+    Args:
+        session: context of this process's job.
+        new: the generation.
+        num_processes: number of processes of a node at first.
+    """
+    ours = session.control
+    assert ours.calls is not None
+    for place in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its
+        session.children.kill_rank(place)  # control connection
+    member = ours.calls.state
+    node = member.place // num_processes
+    on_node = [place for place in new.members if place // num_processes == node]
+    ours.set_while_running({"WORLD_SIZE": str(len(new.members))})
+    return member.rank, on_node.index(member.place)
 
 
 def meet_again(
