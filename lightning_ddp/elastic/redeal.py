@@ -63,9 +63,9 @@ class DealtSampler(Sampler[Any]):
         self._rest: list[Any] | None = None
         self._num_used = self.num_batches = self._epoch = self._most_of_rest = 0
         self._order: list[Any] | None = None
-        """Of this epoch, if it is known: it may be drawn only once."""
+        """Order of this epoch, if it is known: it may be drawn only once."""
         self.has_changed = False
-        """Whether it deals to other ranks than at first."""
+        """True once it deals to other ranks than at first."""
 
     def __iter__(self) -> Iterator[Any]:
         if self._rest is not None:
