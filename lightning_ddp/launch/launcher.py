@@ -79,14 +79,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
             RendezvousError: the port that the user named is taken.
         """
         begin_run()
-        session, environment = job_context(), self.cluster_environment
+        context, environment = job_context(), self.cluster_environment
         _check_tasks(environment, num_devices=self.num_processes, num_nodes=self.num_nodes)
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            self._start_children(session)
-        session.begin_anew()
+            self._start_children(context)
+        context.begin_anew()
         set_num_threads_if_needed(num_processes=self.num_processes)
-        return session.control.run(trainer, function, *args, **kwargs)
+        return context.control.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
@@ -94,13 +94,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
         children.join(_INTERRUPTED_S)
         children.send_signal(signum)
 
-    def _start_children(self, session: JobContext) -> None:
+    def _start_children(self, context: JobContext) -> None:
         check_can_start_children(self)
         environment = self.cluster_environment
         node_rank = node_rank_of(environment, self.num_nodes)
         address, first_rank = environment.main_address, node_rank * self.num_processes
         world_size = self.num_processes * self.num_nodes
-        rendezvous = session.rendezvous
+        rendezvous = context.rendezvous
         link = supervisor_link()
         if world_size == 1 or (link is not None and not link.can_start(os.environ)):
             link = None
@@ -117,17 +117,17 @@ class ScriptLauncher(SubprocessScriptLauncher):
             "WORLD_SIZE": str(world_size),
         }
         try:
-            command = self._command_of(session, first_rank)
+            command = self._command_of(context, first_rank)
         except BaseException:
             rendezvous.close()
             raise
         replaces = isinstance(self._settings.recovery, ReplaceSettings)
-        if replaces and node_rank != 0 and not session.is_joining:
-            session.is_joining = rendezvous.comes_back()
+        if replaces and node_rank != 0 and not context.is_joining:
+            context.is_joining = rendezvous.comes_back()
         tells_all = self._settings.recovery is not None
-        session.begin_launch(first_rank, node_rank, variables, tells_all=tells_all, link=link)
+        context.begin_launch(first_rank, node_rank, variables, tells_all=tells_all, link=link)
         if node_rank == 0 and world_size > 1 and is_enabled():  # a lone rank has nobody to hear of
-            session.open_server(
+            context.open_server(
                 address,
                 rendezvous.hosted,
                 identity=Identity(rank=0, node_rank=0),
@@ -136,39 +136,39 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 settings=self._settings,
             )
         if link is not None:
-            self._launch_by(link, session, command, first_rank, node_rank)
+            self._launch_by(link, context, command, first_rank, node_rank)
         else:
-            self._run_children(session, command, first_rank)
+            self._run_children(context, command, first_rank)
         if command.handed is not None:
             if not replaces:  # others may be started later
                 command.handed.close()
             if first_rank == 0:
-                jobs().publish_to(session.rendezvous.hosted.set)
-        self.procs = session.children.procs  # type: ignore[assignment]
+                jobs().publish_to(context.rendezvous.hosted.set)
+        self.procs = context.children.procs  # type: ignore[assignment]
 
-    def _command_of(self, session: JobContext, first_rank: int) -> ChildCommand:
+    def _command_of(self, context: JobContext, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
         environment = self.cluster_environment
         if self.num_nodes > 1 and jobs().config() is not None:
-            with waiting(session, environment, lambda: FIRST_JOB, first_rank):
-                share_job(session.rendezvous.find(environment, self._timeout), rank=first_rank)
+            with waiting(context, environment, lambda: FIRST_JOB, first_rank):
+                share_job(context.rendezvous.find(environment, self._timeout), rank=first_rank)
         return child_command()
 
-    def _run_children(self, session: JobContext, command: ChildCommand, first_rank: int) -> None:
-        common = {**os.environ, **session.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
+    def _run_children(self, context: JobContext, command: ChildCommand, first_rank: int) -> None:
+        common = {**os.environ, **context.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
         for local_rank in range(1, self.num_processes):
-            session.children.start(
+            context.children.start(
                 local_rank,
                 command,
                 {**common, "LOCAL_RANK": str(local_rank)},
-                is_later=session.is_joining,
+                is_later=context.is_joining,
             )
-        session.children.guard()
+        context.children.guard()
 
     def _launch_by(
         self,
         link: SupervisorLink,
-        session: JobContext,
+        context: JobContext,
         command: ChildCommand,
         first_rank: int,
         node_rank: int,
@@ -177,11 +177,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
         link.launch(
             Launch(
                 command=replace(command, cwd=command.cwd or os.getcwd()),
-                environment={**os.environ, **session.rendezvous.handed},
+                environment={**os.environ, **context.rendezvous.handed},
                 first_rank=first_rank,
                 node_rank=node_rank,
                 num_ranks=self.num_processes,
-                is_later=session.is_joining,
+                is_later=context.is_joining,
                 goes_on=self._settings.recovery is not None,
                 grace_s=self._settings.failure_grace_s,
             )

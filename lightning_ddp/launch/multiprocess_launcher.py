@@ -141,15 +141,15 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             # while it does: a process forked then could never take that lock.
             self._all_forked = mp.get_context("fork").Barrier(strategy.num_processes)
         node_rank, first_rank = node_rank_of(environment, strategy.num_nodes), self._first_rank
-        session = job_context()
-        rendezvous = session.rendezvous
+        context = job_context()
+        rendezvous = context.rendezvous
         variables = rendezvous.host(
             environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
         )
         variables |= rendezvous.handed
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        server = self._open_server(session, node_rank) if is_enabled() and node_rank == 0 else None
+        server = self._open_server(context, node_rank) if is_enabled() and node_rank == 0 else None
         self._server = server
         guard = Guard(ends_launcher=False)
         self._scratch = tempfile.mkdtemp(prefix="ddp-")
@@ -188,11 +188,11 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if not any(map(_runs, self.procs)):  # else it is removed once they have been waited for at exit
                 remove_scratch()
 
-    def _open_server(self, session: JobContext, node_rank: int) -> ControlServer:
+    def _open_server(self, context: JobContext, node_rank: int) -> ControlServer:
         strategy = self._owner
-        server = session.open_server(
+        server = context.open_server(
             strategy.cluster_environment.main_address,
-            session.rendezvous.hosted,
+            context.rendezvous.hosted,
             identity=Identity(rank=-1, node_rank=node_rank),
             world_size=strategy.num_processes * strategy.num_nodes,
             num_nodes=strategy.num_nodes,
