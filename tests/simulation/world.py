@@ -341,7 +341,8 @@ class World:
         if process.is_launcher:
             for other in list(self.processes.values()):
                 if other.node == process.node and other is not process:
-                    if self.plan.is_random and self.kernel.random("orphans").random() < 0.5:
+                    says_so = self.plan.is_random and self.kernel.random("orphans").random() < 0.5
+                    if says_so and other.is_alive:
                         parent = FailureRecord.of_identity(process.identity, GONE)
                         other.post(protocol.PeerDisconnected(parent))
                     other.end(-9)
