@@ -9,9 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from simulation.network import Socket
 
 from lightning_ddp.supervise.actions import Accuse, Action, Kill, Say, Send, StartProcess
+from lightning_ddp.supervise.connections import Peer
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
 from lightning_ddp.supervise.job_state import SETTLE_S, JobState
 from lightning_ddp.supervise.orders import (
     JobPhase,
@@ -25,7 +28,7 @@ from lightning_ddp.supervise.orders import (
     WishKind,
 )
 from lightning_ddp.supervise.processes import Process
-from lightning_ddp.supervise.protocol import ProtocolError
+from lightning_ddp.supervise.protocol import Hello, Message, ProtocolError
 from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 from lightning_ddp.supervise.slots import STEPS_TO_FORGET
@@ -700,3 +703,39 @@ def test_a_report_is_answered_again_where_its_rank_may_miss_the_server_or_an_ord
             job.go()
         assert len(job.sent) == (3 if is_deaf else 2 if answers else 0)
         assert len({id(send.order) for send in job.sent}) <= 1
+
+
+# ---------------------------------------------------------------------- who hears first
+
+
+class _Sent:
+    """The connections of a server, which only note to whom it sends."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+
+    def send(self, peer: Peer, message: Message) -> None:
+        assert peer.identity is not None
+        self.ranks += [peer.identity.rank] if isinstance(message, Order) else []
+
+    def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
+        """Nothing is to be watched."""
+
+
+def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_once() -> None:
+    sent: Any = _Sent()
+    control = JobControl(
+        sent,
+        token="t",
+        world_size=3,
+        settings=SupervisionSettings(),
+        processes=LocalProcesses(),
+        say=lambda text: None,
+        with_stack=lambda record: record,
+        pid=100,
+    )
+    for rank in range(3):
+        peer: Any = Peer(Socket())  # type: ignore[arg-type]
+        control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), None, False), 0.0)
+        control.decide(0.0)
+    assert sent.ranks[-3:] == [1, 2, 0]

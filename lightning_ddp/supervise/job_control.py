@@ -334,13 +334,18 @@ class JobControl:
             self._verdict.set_aside(first)
         job.is_pending = self._verdict.deadline() is not None
         while actions := job.tick(now):
-            for action in actions:
+            for action in sorted(actions, key=self._is_to_own_process):
                 self._act(action, now)
             self._renew(now)
         if job.phase is JobPhase.OVER and job.reason is not None and self._verdict.first is None:
             cause = job.cause or FailureRecord(rank=0, message=job.reason)
             message = f"{cause.message}\n  The other ranks did not continue: {job.reason}"
             self._verdict.settle(replace(cause, message=message))
+
+    def _is_to_own_process(self, action: object) -> bool:
+        """Return True for an order to the rank of this process: sent last, as the server may end with it."""
+        who = action.process.identity if isinstance(action, Send) else None
+        return who is not None and (who.node_rank, who.pid) == (0, self._pid)
 
     def _act(self, action: object, now: float) -> None:
         match action:
