@@ -11,12 +11,9 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import harness
 import psutil
 import pytest
 import torch
@@ -24,22 +21,17 @@ import torch.distributed as dist
 
 import lightning_ddp
 from lightning_ddp.cli import build_parser, main
-from lightning_ddp.tools import ToolError, models
-from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare, step
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare
 from lightning_ddp.tools.bench.failures import run_to_recovery
 from lightning_ddp.tools.bench.launch import time_first_batch
-from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
 from lightning_ddp.tools.command_line import format_table, paired_ratio, picture_path
 from lightning_ddp.tools.models import (
     MODEL_NAMES,
-    OURS,
-    TORCH_DEFAULT,
-    TORCH_FLAGS,
-    TrainingRun,
     build_workload,
     compute_loss,
 )
-from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks, shuffled
+from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks
 
 PACKAGE_ROOT = Path(lightning_ddp.__file__).parents[1]
 RUN_TIMEOUT_S = 240
@@ -81,33 +73,6 @@ def test_comparison_puts_the_reference_above_the_fraction_line() -> None:
         "a": Comparison(median=2.0, iqr=1.0, ratio=1.0),
         "b": Comparison(median=4.0, iqr=2.0, ratio=0.5),
     }
-
-
-def test_step_time_of_a_round_is_the_median_step_of_the_slowest_rank() -> None:
-    first = {"m": {OURS: [[0.001, 0.005, 0.002], [0.004, 0.004, 0.004]]}}
-    second = {"m": {OURS: [[0.003, 0.001, 0.001], [0.001, 0.009, 0.004]]}}
-    settings = StepSettings(
-        models=("m",), contenders=(OURS, "b"), num_rounds=2, num_steps=3, num_warmup_steps=0
-    )
-    other = {"m": {"b": [[0.007], [0.008]]}}  # a replica that has trained another contender
-    found = step.reduce_ranks([first, second, other, other], settings)
-    # slowest rank per step: (3, 5, 2) and (4, 9, 4) milliseconds
-    assert found == {"m": {OURS: pytest.approx([3.0, 4.0]), "b": pytest.approx([7.0, 8.0])}}
-
-
-def test_geometric_mean_takes_the_fastest_flags_of_each_model() -> None:
-    def figures(median: float, ratio: float) -> Comparison:
-        return Comparison(median=median, iqr=0.0, ratio=ratio)
-
-    means = step.geometric_means(
-        {
-            "a": {OURS: figures(1, 1), TORCH_DEFAULT: figures(2, 0.5), TORCH_FLAGS: figures(4, 0.25)},
-            "b": {OURS: figures(1, 1), TORCH_DEFAULT: figures(8, 0.125), TORCH_FLAGS: figures(0.5, 2.0)},
-        }
-    )
-    assert means[TORCH_DEFAULT] == pytest.approx(0.25)
-    assert means[TORCH_FLAGS] == pytest.approx(math.sqrt(0.5))
-    assert means[step.FASTEST_TORCH] == pytest.approx(1.0)
 
 
 def test_table_aligns_text_left_and_numbers_right() -> None:
@@ -172,7 +137,7 @@ def test_failed_benchmark_exits_with_1_and_says_why(
     assert "no such cluster" in captured.err
 
 
-@pytest.mark.parametrize("name", ["launch", "failures", "hooks", "scaling"])
+@pytest.mark.parametrize("name", ["step", "launch", "failures", "recovery", "hooks", "scaling"])
 def test_a_benchmark_that_starts_its_own_processes_is_refused_under_torchrun(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,45 +261,6 @@ def test_ranks_have_the_same_weights_and_different_gradients(name: str) -> None:
     assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm() > 0
 
 
-def state(gradient: float, buffer: float) -> dict[str, torch.Tensor]:
-    return {"gradients": torch.full((4,), gradient), "buffers": torch.full((2,), buffer)}
-
-
-@pytest.mark.parametrize(
-    ("gradient", "buffer", "kind"),
-    [(1.01, 1.0, "gradients"), (math.nan, 1.0, "gradients"), (1.0, 1.01, "buffers")],
-)
-def test_contender_that_computes_something_else_is_not_timed(
-    gradient: float, buffer: float, kind: str
-) -> None:
-    check_agreement(OURS, state(1.0 + 1e-6, 1.0), TORCH_DEFAULT, state(1.0, 1.0))
-    with pytest.raises(RuntimeError, match=f"the {kind} of ours differ from those of torch_ddp by"):
-        check_agreement(OURS, state(gradient, buffer), TORCH_DEFAULT, state(1.0, 1.0))
-
-
-def gradients_before_and_after_a_change(_rank: int, _world_size: int) -> bool:
-    workload = build_workload("linear500", rank=0)
-    run = TrainingRun(OURS, workload, torch.device("cpu"))
-    first = run.state_after_one_step(build_workload("linear500", rank=0))["gradients"]
-    with torch.no_grad():
-        for parameter in workload.module.parameters():
-            parameter.mul_(1.5)
-    run.step()
-    again = run.state_after_one_step(build_workload("linear500", rank=0))["gradients"]
-    return torch.equal(first, again)
-
-
-def test_the_compared_step_starts_from_the_given_weights_whatever_came_before() -> None:
-    assert harness.run_ranks(gradients_before_and_after_a_change, 1) == [True]
-
-
-def test_order_of_contenders_changes_between_rounds_and_not_between_ranks() -> None:
-    orders = [tuple(shuffled(step.DEFAULT_CONTENDERS, seed=seed)) for seed in range(30)]
-    assert orders == [tuple(shuffled(step.DEFAULT_CONTENDERS, seed=seed)) for seed in range(30)]
-    assert len(set(orders)) == 6
-    assert all(sorted(order) == sorted(step.DEFAULT_CONTENDERS) for order in orders)
-
-
 # Processes
 
 
@@ -379,32 +305,6 @@ def test_replicas_have_groups_of_their_own_and_work_in_turns() -> None:
             spans = [by_process[2 * replica + rank][number] for rank in range(2)]
             assert min(start for start, _ in spans) >= ends
             ends = max(end for _, end in spans)
-
-
-def time_steps_without_communication(context: RankContext, settings: StepSettings) -> object:
-    if context.replica == settings.contenders.index(OURS):
-        models.wrap = lambda _contender, module, _device: module
-    return time_steps(context, settings)
-
-
-@pytest.mark.slow
-def test_a_wrapper_that_communicates_nothing_is_not_timed() -> None:
-    settings = StepSettings(
-        models=("linear500",),
-        contenders=(OURS, TORCH_DEFAULT),
-        num_rounds=1,
-        num_steps=1,
-        num_warmup_steps=1,
-    )
-    with pytest.raises(ToolError, match="the gradients of ours differ from those of torch_ddp by a"):
-        run_ranks(
-            time_steps_without_communication,
-            settings,
-            world_size=2,
-            num_replicas=2,
-            device="cpu",
-            timeout_s=120,
-        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -452,35 +352,3 @@ def test_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):  # gone, which is as good as a zombie
         while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline, "the script's child outlived it"
-
-
-@pytest.mark.slow
-def test_bench_step_prints_and_writes_every_model_and_contender(tmp_path: Path) -> None:
-    models, path = ("linear16", "linear500"), tmp_path / "step.json"
-    options = ["--rounds", "2", "--steps", "1", "--json", str(path), "--models", *models]
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_ddp", "bench", "step", *options],
-        cwd=PACKAGE_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    pairs = [[model, contender] for model in models for contender in step.DEFAULT_CONTENDERS]
-    assert [row[:2] for row in rows[2 : 2 + len(pairs)]] == pairs
-    assert rows[0][-2:] == ["peak", "MiB"]
-    for row in rows[2 : 2 + len(pairs)]:
-        assert all(math.isfinite(float(value)) for value in row[2:])
-        assert float(row[2]) > 0
-        assert float(row[4]) > 0
-    assert done.stdout.count("geometric mean of ours/") == 3
-    document = json.loads(path.read_text())
-    for model, contender in pairs:
-        samples = document["samples"][model][contender]
-        assert len(samples) == 2
-        assert all(math.isfinite(value) and value > 0 for value in samples)
-        ratio = document["summary"]["comparisons"][model][contender]["ratio"]
-        assert ratio == pytest.approx(paired_ratio(document["samples"][model][OURS], samples))
-    assert set(document["summary"]["geometric_mean"]) == {TORCH_DEFAULT, TORCH_FLAGS, step.FASTEST_TORCH}

@@ -68,7 +68,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "rounds": (("--rounds",), {**_COUNT, "help": "measured rounds"}),
     "world_size": (
         ("--world-size", "--devices"),
-        {**_COUNT, "help": "number of processes (default: 2, or torchrun's)"},
+        {**_COUNT, "help": "number of processes (default: 2, or 1 with a single GPU)"},
     ),
     "timeout_s": (
         ("--timeout-s",),

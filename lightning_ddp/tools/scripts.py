@@ -80,13 +80,11 @@ class _Script:
         found = re.search(rf"^{mark} (.*)$", self.text, re.MULTILINE)
         return found and found[1]
 
-    def run_to(
-        self, mark: str, timeout_s: float, *, ends_there: bool = False, may_fail_later: bool = False
-    ) -> str:
+    def run_to(self, mark: str, timeout_s: float, *, ends_there: bool = False) -> str:
         """Wait for the script's end, or with `ends_there` for a line; return the rest of the line.
 
-        A failure, a missing line, or more than `timeout_s` seconds from the start are errors. With
-        `may_fail_later` a failure after the line is only printed on standard error.
+        Raises:
+            ToolError: the script fails, ends without the line, or takes more than `timeout_s` seconds.
         """
         while self.process.poll() is None and not (ends_there and self.value_of(mark)):
             if time.time() > self.started_at + timeout_s:
@@ -94,12 +92,10 @@ class _Script:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_POLL_S)
         status, found = self.process.poll(), self.value_of(mark)
-        if status and not (may_fail_later and found):
+        if status:
             raise self.failed(f"ended with status {status}")
         if found is None:
             raise self.failed(f"did not reach {mark}")
-        if status:
-            print(f"note: {self.label} ended with status {status}, after {mark}", file=sys.stderr)
         return found
 
     def memory_mib(self) -> float:

@@ -143,16 +143,14 @@ class Benchmark:
     """Unit of samples, medians and spreads."""
     options: Callable[[argparse.ArgumentParser], None]
     """Function that declares the options, besides `--json` and `--plot`."""
-    measure: Callable[[argparse.Namespace], Result | None]
-    """Function that measures; returns None in a process of torchrun that does not report."""
+    measure: Callable[[argparse.Namespace], Result]
+    """Function that measures."""
     table: Callable[[Result], str]
     """Function that formats the printed table."""
     draw: Callable[..., None] = draw_bars
     """Function that draws the result to a file, with unit and title."""
     title: str = "medians with quartiles; the ratio is ours / contender"
     """Title of the picture."""
-    joins_torchrun: bool = False
-    """True if it measures torchrun's ranks when torchrun has started it."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -169,13 +167,11 @@ class Benchmark:
         Raises:
             ToolError: the settings cannot be measured, a process fails or a deadline passes.
         """
-        if not self.joins_torchrun and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise ToolError(
                 f"bench {self.name} starts its own processes, but RANK is set. Run it once, without torchrun"
             )
         result = self.measure(args)
-        if result is None:
-            return 0
         print(self.table(result))
         if args.json is not None:
             args.json.write_text(json.dumps(self._report(result), indent=2, allow_nan=False) + "\n")
@@ -204,25 +200,15 @@ class Benchmark:
         }
 
 
-def format_comparisons(
-    comparisons: Comparisons,
-    headers: tuple[str, str, str],
-    unit: str,
-    columns: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
-) -> str:
-    """Format a row per subject and contender; `headers` are those of subject, contender and ratio.
-
-    `columns` are further values by header, subject and contender; "-" if missing.
-    """
-    columns = columns or {}
-    rows: list[tuple[str | int | float, ...]] = []
-    for subject, contenders in comparisons.items():
-        for name, figures in contenders.items():
-            further = [values.get(subject, {}).get(name) for values in columns.values()]
-            cells = [f"{value:.1f}" if value is not None else "-" for value in further]
-            rows.append((subject, name, figures.median, figures.iqr, figures.ratio, *cells))
+def format_comparisons(comparisons: Comparisons, headers: tuple[str, str, str], unit: str) -> str:
+    """Format a row per subject and contender; `headers` are those of subject, contender and ratio."""
+    rows = [
+        (subject, name, figures.median, figures.iqr, figures.ratio)
+        for subject, contenders in comparisons.items()
+        for name, figures in contenders.items()
+    ]
     first, second, ratio = headers
-    return format_table((first, second, f"median {unit}", f"IQR {unit}", ratio, *columns), rows)
+    return format_table((first, second, f"median {unit}", f"IQR {unit}", ratio), rows)
 
 
 def seconds_or(values: Sequence[float], summary: Callable[[Sequence[float]], float], otherwise: str) -> str:

@@ -24,7 +24,8 @@ from lightning_ddp.tools.command_line import (
     positive_float,
 )
 from lightning_ddp.tools.models import OURS, TORCH_DEFAULT, TrainingRun, build_workload
-from lightning_ddp.tools.ranks import RankContext, read_sent_bytes, run_ranks, shuffled, timed
+from lightning_ddp.tools.namespaces import read_sent_bytes
+from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled, timed
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 """Figures of each round, by contender."""
@@ -159,7 +160,7 @@ def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list
         """Return bytes sent by the kernel and by the hook, and seconds of encoding and decoding."""
         channel = communication.hook.channel if communication.hook is not None else None
         return {
-            "kernel_bytes": read_sent_bytes(),
+            "kernel_bytes": read_sent_bytes() or 0,
             "counted_bytes": channel.num_bytes_sent if channel else 0,
             "codec_seconds": channel.busy_s - channel.wait_s if channel else 0.0,
         }
