@@ -11,32 +11,35 @@ from harness.namespaces import can_shape_links
 
 from lightning_ddp.cli import main
 from lightning_ddp.hooks import parse_hook
+from lightning_ddp.tools.bench import Result
 from lightning_ddp.tools.bench.hooks import (
-    LINK_HOOKS,
-    LinkSettings,
-    format_link,
+    CONTENDERS,
+    NONE,
+    HookSettings,
+    format_links,
     merge_ranks,
-    time_on_link,
+    time_hooks,
 )
 from lightning_ddp.tools.ranks import run_ranks
 
 
-def test_every_contender_is_one_that_the_package_has():
-    for hook in LINK_HOOKS.values():
+def test_every_contender_is_one_that_the_package_has() -> None:
+    for hook in CONTENDERS.values():
         assert hook is None or parse_hook(hook)
 
 
-def test_the_slower_rank_counts():
+def test_the_slower_rank_counts_and_the_table_holds_medians() -> None:
     ranks = [{"a": [{"seconds": 1.0, "bytes": 5}]}, {"a": [{"seconds": 2.0, "bytes": 3}]}]
     assert merge_ranks(ranks) == {"a": [{"seconds": 2.0, "bytes": 5}]}
-
-
-def test_the_table_holds_medians():
     row = {"kernel_bytes": 2e6, "counted_bytes": 1e6, "codec_seconds": 0.01}
-    text = format_link({"ours": [row | {"seconds": 4.0}], "int8": [row | {"seconds": 1.0}]})
-    assert [line.split()[:3] for line in text.splitlines()[2:]] == [
-        ["ours", "4000.000", "1.000"],
-        ["int8", "1000.000", "4.000"],
+    result = Result(
+        samples={"link": {NONE: [4000.0], "int8": [1000.0]}},
+        references=NONE,
+        extra={"links": {"link": {NONE: [row], "int8": [row | {"counted_bytes": 3e6}, row, row]}}},
+    )
+    assert [line.split() for line in format_links(result).splitlines()[3:]] == [
+        ["none", "4000.000", "1.000", "2.000", "1.000", "10.000"],
+        ["int8", "1000.000", "4.000", "2.000", "1.000", "10.000"],
     ]
 
 
@@ -48,23 +51,23 @@ needs_namespaces = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
 @needs_namespaces
-def test_hooks_are_compared_on_a_link_and_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_ddp.tools.bench.hooks.LINK_HOOKS", {"ours": None, "bf16": "bf16"})
+def test_hooks_are_compared_on_a_link_and_written(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_ddp.tools.bench.hooks.CONTENDERS", {NONE: None, "bf16": "bf16"})
     path = tmp_path / "a.json"
     assert main(["bench", "hooks", "--links", "1000", "--rounds", "1", "--json", str(path)]) == 0
-    link = json.loads(path.read_text())["summary"]["links"]["1000"]
+    rows = json.loads(path.read_text())["summary"]["links"]["linear16, 1000 Mbit/s"]
     numel = 16 * (1024 * 1024 + 1024)
-    assert link["bf16"][0]["counted_bytes"] == 2 * numel
-    assert link["ours"][0]["kernel_bytes"] >= 4 * numel
-    assert "two ranks, 1000 Mbit/s" in capsys.readouterr().out
+    assert rows["bf16"][0]["counted_bytes"] == 2 * numel
+    assert rows[NONE][0]["kernel_bytes"] >= 4 * numel
+    assert "two ranks, linear16, 1000 Mbit/s" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
 @needs_namespaces
-def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked():
-    settings = LinkSettings(model="convbn40", hooks={"ours": None, "allreduce": "allreduce"}, num_rounds=3)
-    for rank in run_ranks(time_on_link, settings, world_size=2, timeout_s=60.0, mbit=20.0):
+def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked() -> None:
+    settings = HookSettings(model="convbn40", hooks={"allreduce": "allreduce"}, num_rounds=3)
+    for rank in run_ranks(time_hooks, settings, world_size=2, timeout_s=60.0, mbit=20.0):
         for row in rank["allreduce"]:
             assert row["counted_bytes"] == 4 * 40 * (32 * 32 * 9 + 32 + 64)
             assert row["counted_bytes"] < row["kernel_bytes"]
