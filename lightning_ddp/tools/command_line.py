@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -13,10 +12,7 @@ from typing import Any, Final
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
-from lightning_ddp.errors import one_of
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP
-
-PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 
 def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
@@ -50,16 +46,6 @@ def output_path(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
-    return path
-
-
-def picture_path(text: str) -> Path:
-    """Parse the path of a picture to draw; refuse an unsupported format or a missing library early."""
-    path = output_path(text)
-    if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise argparse.ArgumentTypeError(f"expected {one_of(PICTURE_SUFFIXES)}, got {text!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install matplotlib")
     return path
 
 

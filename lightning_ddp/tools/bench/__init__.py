@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,16 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import (
-    format_table,
-    installed_version,
-    output_path,
-    paired_ratio,
-    picture_path,
-)
+from lightning_ddp.tools.command_line import format_table, installed_version, output_path, paired_ratio
+from lightning_ddp.tools.drawing import draw_bars, picture_path, quartiles, save_panels
 
-_NUM_COLUMNS: Final = 2
-_ROOM: Final = 1.55  # of the longest bar, so that the text beside it fits
 _PACKAGES: Final = ("torch", "pytorch-lightning", "lightning_ddp")
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
@@ -54,16 +45,10 @@ def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[s
     """Compare each contender to the reference; refuse a missing round, and values not above 0."""
     found = {}
     for name, values in samples.items():
-        first, third = _quartiles(values)
+        first, median, third = quartiles(values)
         ratio = paired_ratio(samples[reference], values)
-        found[name] = Comparison(median=statistics.median(values), iqr=third - first, ratio=ratio)
+        found[name] = Comparison(median=median, iqr=third - first, ratio=ratio)
     return found
-
-
-def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the first and the third quartile; a single sample is both."""
-    first, _, third = statistics.quantiles([*samples, *samples[: len(samples) == 1]], method="inclusive")
-    return first, third
 
 
 @dataclass(kw_only=True)
@@ -78,58 +63,26 @@ class Result:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further entries of the report's summary, and data for the table."""
 
-    def reference(self, subject: str) -> str:
-        """Return the reference contender of a subject."""
-        return self.references if isinstance(self.references, str) else self.references[subject]
-
     @property
     def comparisons(self) -> Comparisons:
         """Figures of each contender, compared to its reference."""
-        return {s: compare(rounds, reference=self.reference(s)) for s, rounds in self.samples.items()}
+        of = self.references
+        return {
+            subject: compare(rounds, reference=of if isinstance(of, str) else of[subject])
+            for subject, rounds in self.samples.items()
+        }
 
 
-def draw_bars(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """Draw a panel per subject with a bar per contender: median, quartiles, rounds and ratio."""
+def draw_medians(result: Result, path: Path, *, unit: str, title: str) -> None:
+    """Draw a panel per subject with a bar per contender, and its ratio."""
 
     def draw_panel(axes: Any, subject: str) -> None:
-        rounds, figures = result.samples[subject], comparisons[subject]
-        ends = []
-        for row, (name, values) in enumerate(rounds.items()):
-            median, ratio = figures[name].median, figures[name].ratio
-            first, third = _quartiles(values)
-            axes.barh(row, median, height=0.6, color=f"C{row}", alpha=0.55)
-            axes.errorbar(median, row, xerr=[[median - first], [third - median]], color="black", capsize=3)
-            axes.plot(values, [row + 0.2] * len(values), ".", color="black", alpha=0.25, markersize=3)
-            ends.append(max(median, third))
-            text = f"{median:.4g} (ratio {ratio:.2f})"
-            axes.annotate(text, (ends[-1], row), (6, 0), textcoords="offset points", va="center")
-        axes.set_xlim(0, _ROOM * max(ends))  # far longer rounds are outside
-        axes.set_yticks(range(len(rounds)), list(rounds))
-        axes.invert_yaxis()
-        axes.set(xlabel=unit)
+        texts = {name: f"ratio {of.ratio:.2f}" for name, of in result.comparisons[subject].items()}
+        draw_bars(axes, result.samples[subject], texts, unit)
 
-    comparisons = result.comparisons
     panels = {subject: partial(draw_panel, subject=subject) for subject in result.samples}
     longest = max(map(len, result.samples.values()))
     save_panels(path, panels, title=title, height=0.9 + 0.42 * longest)
-
-
-def save_panels(
-    path: Path, panels: Mapping[str, Callable[[Any], None]], *, title: str, height: float = 4.5
-) -> None:
-    """Draw panels in two columns, each by a function of its axes, and save the picture."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
-
-    num_columns = min(_NUM_COLUMNS, len(panels))
-    num_rows = math.ceil(len(panels) / num_columns)
-    figure = Figure(figsize=(6.5 * num_columns, 0.8 + num_rows * height), layout="constrained")
-    for number, (name, draw) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(num_rows, num_columns, number)
-        axes.grid(alpha=0.3)
-        axes.set(title=name)
-        draw(axes)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +100,7 @@ class Benchmark:
     """Function that measures."""
     table: Callable[[Result], str]
     """Function that formats the printed table."""
-    draw: Callable[..., None] = draw_bars
+    draw: Callable[..., None] = draw_medians
     """Function that draws the result to a file, with unit and title."""
     title: str = "medians with quartiles; the ratio is ours / contender"
     """Title of the picture."""

@@ -27,8 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons, save_panels, seconds_or
+from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons, seconds_or
 from lightning_ddp.tools.command_line import add_choices, add_shared, format_table, progress_bar
+from lightning_ddp.tools.drawing import save_panels
 from lightning_ddp.tools.scripts import PACKAGE_ROOT, STRATEGIES, TRAINING, FailedRun, run_to_fault, started
 
 FAULTS: Final = ("exception", "kill")

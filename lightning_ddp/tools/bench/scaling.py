@@ -31,7 +31,7 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.bench import Benchmark, Result, save_panels
+from lightning_ddp.tools.bench import Benchmark, Result
 from lightning_ddp.tools.command_line import (
     add_shared,
     format_table,
@@ -39,6 +39,7 @@ from lightning_ddp.tools.command_line import (
     positive_int,
     progress_bar,
 )
+from lightning_ddp.tools.drawing import save_panels
 from lightning_ddp.tools.hook_program import HookModel, Shapes, plain_model, trace_hook
 from lightning_ddp.tools.perf_model import (
     Network,
