@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.hooks import build_hook
+from lightning_ddp.hooks import StatefulHook, build_hook
 from lightning_ddp.tools.bench import Benchmark, Result
 from lightning_ddp.tools.command_line import add_shared, format_table, positive_float
 from lightning_ddp.tools.models import OURS_GLOO, TORCH_DEFAULT, TrainingRun, build_workload
@@ -29,7 +29,7 @@ CONTENDERS: Final[Mapping[str, Any]] = {
     TORCH_DEFAULT: None,
     "bf16": "bf16",
     "int8": "int8",
-    "powersgd": {"name": "powersgd", "start_step": 0},
+    "powersgd": "powersgd",
     "topk_1pc": {"name": "topk", "ratio": 0.01},
     "sign": "sign",
 }
@@ -37,6 +37,7 @@ CONTENDERS: Final[Mapping[str, Any]] = {
 
 _MODEL: Final = "linear16"
 _NUM_WARMUP_STEPS: Final = 3  # buckets are rebuilt after the first, and low-rank factors settle
+_SETTLED_STEP: Final = 10**9  # after the warm-up of every hook
 _FIGURES: Final = (("kernel_bytes", 1e-6), ("counted_bytes", 1e-6), ("codec_seconds", 1e3))
 """Figures of a step beside its seconds, with the factors of their units in the table."""
 
@@ -135,6 +136,8 @@ def time_hooks(context: RankContext, settings: HookSettings) -> dict[str, list[d
         hook = None
         if spec is not None:
             hook = build_hook(spec, Group(dist.group.WORLD, transport="gloo"), context.device)
+            if isinstance(hook, StatefulHook):
+                hook.step = _SETTLED_STEP
             run.wrapped.register_comm_hook(None, hook)
         for _ in range(_NUM_WARMUP_STEPS):
             run.step()
