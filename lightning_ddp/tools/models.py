@@ -2,7 +2,7 @@
 
 Each model stresses another part of a data-parallel wrapper: `linear500` the per-parameter cost of hooks
 (1,000 small parameters), `linear16` bytes (64 MiB of gradients), `transformer6` a usual mix, `convbn40`
-the broadcast of buffers before each forward. A script that trains without this package imports this file.
+the broadcast of buffers before each forward.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp import BucketedDDP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,6 @@ MODELS_HELP: Final = (
     " with BatchNorm (convbn40)"
 )
 """Text of the options that name models."""
-"""Names of the models, in the order of measurement."""
 
 
 # ---------------------------------------------------------------------- wrappers
@@ -135,8 +136,6 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
     """
     if contender == BARE:
         return module
-    from lightning_ddp import BucketedDDP
-
     wrapper: Any = DistributedDataParallel if is_torch(contender) else BucketedDDP
     device_ids = [device.index] if device.type == "cuda" else None
     wrapped: nn.Module = wrapper(module, device_ids=device_ids, **constructor_flags(contender))
@@ -169,8 +168,7 @@ class TrainingRun:
     def state_after_one_step(self, workload: Workload) -> dict[str, Tensor]:
         """Do one step from the weights of a workload; return the state that is the same on all ranks.
 
-        That is "gradients", and "buffers" if the model has floating-point buffers, each as one vector. An
-        evaluating forward after the step requires synchronized buffers.
+        That is "gradients", and "buffers" if the model has floating-point buffers, each as one vector.
         """
         self.module.load_state_dict(workload.module.state_dict())
         self.step()
@@ -182,7 +180,7 @@ class TrainingRun:
         state = {"gradients": torch.cat(gradients)}
         self.wrapped.eval()
         with torch.no_grad():
-            self.wrapped(self.batch)
+            self.wrapped(self.batch)  # synchronizes the buffers
         self.wrapped.train()
         buffers = [buffer.flatten() for buffer in self.wrapped.buffers() if buffer.is_floating_point()]
         return {**state, "buffers": torch.cat(buffers)} if buffers else state

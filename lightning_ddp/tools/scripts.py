@@ -29,6 +29,9 @@ TRAINING: Final = Path(__file__).with_name("training_script.py")
 STRATEGIES: Final = ("custom_ddp", "ddp")
 """Strategies to compare: this package's and Lightning's."""
 
+RUN: Final = ("-m", "lightning_ddp", "run")
+"""Arguments of the interpreter for the launcher of this package."""
+
 _TAIL: Final = 4000  # characters of a failed script's output to show
 _POLL_S: Final = 0.02
 _DEATH_S: Final = 30.0  # a killed process is gone in milliseconds, on a busy machine in seconds
@@ -79,6 +82,13 @@ class _Script:
         """Return the rest of the first output line that begins with `mark`; None without such a line."""
         found = re.search(rf"^{mark} (.*)$", self.text, re.MULTILINE)
         return found and found[1]
+
+    def fault_at(self) -> float:
+        """Return the time at which the victim failed."""
+        found = re.search(r"FAULT (\d+\.\d+)", self.text)
+        if found is None:
+            raise self.failed("reached no fault")
+        return float(found[1])
 
     def run_to(self, mark: str, timeout_s: float, *, ends_there: bool = False) -> str:
         """Wait for the script's end, or with `ends_there` for a line; return the rest of the line.
@@ -193,12 +203,8 @@ def run_to_fault(
             time.sleep(_POLL_S)
         gone, num_left = time.time(), running.num_alive()
         exit_code = running.process.wait() if num_left == 0 else running.process.poll()
-        text = running.text
-        faults = re.findall(r"FAULT (\d+\.\d+)", text)
-        if not faults:
-            raise running.failed("reached no fault")
-    start = float(faults[0])
-    told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", text)
+        start = running.fault_at()
+        told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", running.text)
     return FailedRun(
         learned_s=tuple(float(moment) - start for _, _, moment in told),
         raised={int(rank): what for rank, what, _ in told},

@@ -162,8 +162,3 @@ def format_comparisons(comparisons: Comparisons, headers: tuple[str, str, str], 
     ]
     first, second, ratio = headers
     return format_table((first, second, f"median {unit}", f"IQR {unit}", ratio), rows)
-
-
-def seconds_or(values: Sequence[float], summary: Callable[[Sequence[float]], float], otherwise: str) -> str:
-    """Format a summary of seconds, such as their median; return `otherwise` without values."""
-    return f"{summary(values):.3f}" if values else otherwise
