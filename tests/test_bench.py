@@ -48,17 +48,9 @@ def test_ratios_are_paired_by_round_with_the_reference_above_the_fraction_line()
     }
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "message"),
-    [
-        ([1.0], [1.0, 2.0], "got 1 and 2"),
-        ([], [], "got 0 and 0"),
-        ([1.0], [0.0], "above 0"),
-        ([-1.0], [1.0], "above 0"),
-    ],
-)
-def test_samples_without_a_partner_or_a_meaning_are_refused(ours, theirs, message) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("ours", "theirs"), [([1.0], [1.0, 2.0]), ([], [])])
+def test_samples_without_a_partner_are_refused(ours, theirs) -> None:
+    with pytest.raises(ValueError, match="longer|no median"):
         paired_ratio(ours, theirs)
 
 

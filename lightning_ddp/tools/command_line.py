@@ -6,6 +6,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -17,13 +18,10 @@ from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP
 
 def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
+        with suppress(ValueError):
+            if least <= (value := kind(text)) < float("inf"):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
     return parse
 
@@ -102,14 +100,8 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     0.5
 
     Raises:
-        ValueError: the lengths differ, there is no sample, or a value is not above 0.
+        ValueError: the lengths differ, or there is no sample.
     """
-    if len(numerators) != len(denominators) or not numerators:
-        raise ValueError(
-            f"expected as many samples on both sides, got {len(numerators)} and {len(denominators)}"
-        )
-    if min(*numerators, *denominators) <= 0:
-        raise ValueError("expected samples above 0, got one that is not")
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

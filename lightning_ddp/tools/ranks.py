@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -91,16 +91,15 @@ Worker = Callable[[RankContext, SettingsT], object]
 """Function that a rank runs: at module level, with a result that JSON can represent."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Meeting:
+class _Meeting(NamedTuple):
     """Store and settings of the ranks."""
 
     address: tuple[str, int] | str
     """Address of the store: host and port, or a file."""
-    world_size: int
-    num_replicas: int
     namespaces: Sequence[str]
     """Network namespace of each rank; empty for that of the parent."""
+    world_size: int
+    num_replicas: int
     device: str
     timeout_s: float
     preload: str | None
@@ -159,70 +158,43 @@ def run_ranks(
     """
     if device == "cuda" and torch.cuda.device_count() < world_size:
         raise ToolError(f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}")
-    namespaces: Sequence[str] = ()
     with ExitStack() as stack:
-        if mbit is not None:  # a file is in no namespace's network
+        if mbit is None:
+            opened: Any = store or host_store(timeout_s)
+            meeting = _Meeting((_HOST, opened.port), (), world_size, num_replicas, device, timeout_s, preload)
+        else:  # a file is in no namespace's network
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
-            address: tuple[str, int] | str = str(Path(folder, "store"))
-            opened: Store = dist.FileStore(address, -1)
-            namespaces = stack.enter_context(shaped_link(mbit))
-        else:
-            opened = store = store or host_store(timeout_s)
-            address = (_HOST, store.port)
-        meeting = _Meeting(
-            address=address,
-            world_size=world_size,
-            num_replicas=num_replicas,
-            namespaces=namespaces,
-            device=device,
-            timeout_s=timeout_s,
-            preload=preload,
-        )
-        _start_and_watch((worker, settings, meeting), opened, start_method, on_progress)
+            path = str(Path(folder, "store"))
+            opened = dist.FileStore(path, -1)
+            names = stack.enter_context(shaped_link(mbit))
+            meeting = _Meeting(path, names, world_size, num_replicas, device, timeout_s, preload)
+        _supervise((worker, settings, meeting), opened, start_method, on_progress)
         members = itertools.product(range(num_replicas), range(world_size))
         return [json.loads(opened.get(f"result/{replica}/{rank}")) for replica, rank in members]
 
 
-def _start_and_watch(
+def _supervise(
     arguments: tuple[Worker[SettingsT], SettingsT, _Meeting],
     store: Store,
     start_method: str,
     on_progress: Callable[[int], object],
 ) -> None:
+    """Start the processes, wait for them, and kill those that are left."""
     meeting = arguments[-1]
     count = meeting.world_size * meeting.num_replicas
     # A store in this process looks up the address of each client, and holds a lock of the C library
     # meanwhile, which a rank that is forked then could never take.
     all_made = multiprocessing.get_context(start_method).Barrier(count)
+    started: dict[str, Any] = {"nprocs": count, "join": False, "daemon": True, "start_method": start_method}
     context: ProcessContext | None = None
+    deadline, seen = time.monotonic() + meeting.timeout_s, 0
     try:
         with held_back():
-            context = start_processes(
-                _run_rank,
-                (*arguments, all_made),
-                nprocs=count,
-                join=False,
-                daemon=True,
-                start_method=start_method,
-            )
-        _watch(context, store, meeting, on_progress)
-    finally:
-        for process in context.processes if context is not None else ():
-            if process.is_alive():
-                process.kill()
-            process.join()
-
-
-def _watch(
-    context: ProcessContext, store: Store, meeting: _Meeting, on_progress: Callable[[int], object]
-) -> None:
-    deadline = time.monotonic() + meeting.timeout_s
-    seen = 0
-    try:
+            context = start_processes(_run_rank, (*arguments, all_made), **started)
         while not context.join(timeout=_POLL_INTERVAL_S):
-            count = store.add(_PROGRESS_KEY, 0)
-            on_progress(count - seen)
-            seen = count
+            progress = store.add(_PROGRESS_KEY, 0)
+            on_progress(progress - seen)
+            seen = progress
             if time.monotonic() > deadline:
                 raise ToolError(f"ranks were still running after {meeting.timeout_s:g} s and were killed")
     except ProcessRaisedException as error:
@@ -231,6 +203,11 @@ def _watch(
         raise ToolError(first) from error
     except ProcessExitedException as error:
         raise ToolError(f"rank {error.error_index % meeting.world_size} died: {error}") from error
+    finally:
+        for process in context.processes if context is not None else ():
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 def _run_rank(

@@ -42,7 +42,7 @@ Comparisons = Mapping[str, Mapping[str, Comparison]]
 
 
 def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[str, Comparison]:
-    """Compare each contender to the reference; refuse a missing round, and values not above 0."""
+    """Compare each contender to the reference; refuse a missing round."""
     found = {}
     for name, values in samples.items():
         first, median, third = quartiles(values)
