@@ -50,7 +50,7 @@ def test_ratios_are_paired_by_round_with_the_reference_above_the_fraction_line()
 
 @pytest.mark.parametrize(("ours", "theirs"), [([1.0], [1.0, 2.0]), ([], [])])
 def test_samples_without_a_partner_are_refused(ours, theirs) -> None:
-    with pytest.raises(ValueError, match="longer|no median"):
+    with pytest.raises(ValueError, match=r"longer|no median"):
         paired_ratio(ours, theirs)
 
 

@@ -110,8 +110,9 @@ def train(
         callbacks.append(pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_last=True))
         last = Path(folder, "last.ckpt")
         resumed = str(last) if last.exists() else None
-    options = {"strategy": chosen, "accelerator": accelerator, "enable_checkpointing": folder is not None}
-    _fit(Probe(), devices, num_steps, callbacks=callbacks, resumed=resumed, **options)
+    options: dict[str, Any] = {"strategy": chosen, "accelerator": accelerator, "callbacks": callbacks}
+    options["enable_checkpointing"] = folder is not None
+    _fit(Probe(), devices, num_steps, resumed=resumed, **options)
 
 
 def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = None, **options: Any) -> Any:
@@ -119,7 +120,7 @@ def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = Non
     import pytorch_lightning as pl
     import torch
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(devices=devices, max_epochs=1, **quiet, **options)
     data: Any = torch.arange(float(devices * num_steps)).unsqueeze(1)  # a tensor has length and items
     trainer.fit(module, torch.utils.data.DataLoader(data), ckpt_path=resumed)
@@ -177,14 +178,14 @@ def time_fits(
             return torch.optim.SGD(self.parameters(), lr=1e-6)
 
     for mode in turns:
-        options = {"accelerator": "cpu", "enable_checkpointing": False}
         strategy = lightning_ddp.CustomDDPStrategy(on_failure=mode)
-        trainer = _fit(Timed(), devices, num_steps, strategy=strategy, **options)
+        options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "enable_checkpointing": False}
+        trainer = _fit(Timed(), devices, num_steps, **options)
     if trainer.global_rank == 0:
         _say(f"STEP_SECONDS {json.dumps(seconds)}")
 
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    name = given.pop("function", "train")
-    {"train": train, "time_fits": time_fits, "time_import": time_import}[name](**given)
+    functions: dict[str, Any] = {"train": train, "time_fits": time_fits, "time_import": time_import}
+    functions[given.pop("function", "train")](**given)

@@ -102,7 +102,7 @@ def format_links(result: Result) -> str:
     parts = []
     for link, comparisons in result.comparisons.items():
         rows = result.extra["links"][link]
-        table = [
+        table: list[tuple[str | float, ...]] = [
             (name, of.median, of.ratio, *(factor * median(rows[name], key) for key, factor in _FIGURES))
             for name, of in comparisons.items()
         ]
@@ -138,7 +138,8 @@ def time_hooks(context: RankContext, settings: HookSettings) -> dict[str, list[d
             hook = build_hook(spec, Group(dist.group.WORLD, transport="gloo"), context.device)
             if isinstance(hook, StatefulHook):
                 hook.step = _SETTLED_STEP
-            run.wrapped.register_comm_hook(None, hook)
+            wrapped: Any = run.wrapped
+            wrapped.register_comm_hook(None, hook)
         for _ in range(_NUM_WARMUP_STEPS):
             run.step()
         runs[name] = run, hook

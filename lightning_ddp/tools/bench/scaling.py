@@ -79,8 +79,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         ("--bucket-caps-mb", "MIB", positive_float, _CAPS_MB, "values of bucket_cap_mb to compare, in MiB"),
     ):
         shown = " ".join(str(value).removesuffix(".0") for value in default)
-        options = {"nargs": "*", "default": list(default), "help": f"{text} (default: {shown})"}
-        parser.add_argument(name, type=kind, metavar=metavar, **options)
+        text = f"{text} (default: {shown})"
+        parser.add_argument(name, nargs="*", type=kind, default=list(default), metavar=metavar, help=text)
 
 
 def parse_contender(text: str) -> dict[str, Any]:
