@@ -7,8 +7,6 @@ import functools
 import os
 import platform
 import re
-import resource
-import shutil
 import socket
 import sys
 import time
@@ -53,22 +51,15 @@ def worst(findings: Iterable[Finding]) -> Level:
 # ---------------------------------------------------------------------- this machine
 
 _PACKAGES = ("torch", "pytorch-lightning", "lightning", "hydra-core", "lightning_ddp")
-_SHARED_MEMORY = "/dev/shm"
-_LIMITS = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
 _PREFIXES = ("SLURM_", "TORCHELASTIC_", "MASTER_", "NCCL_", "GLOO_", "PL_", "LIGHTNING_DDP_", "OMP_", "CUDA_")
 _NAME = re.compile(r"NODE_RANK|((LOCAL_|GROUP_)?(RANK|WORLD_SIZE))")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[str, Any]:
-    """Gather versions, devices, limits, shared memory and relevant variables, as JSON values.
-
-    Variables of `env` that look like secrets are left out.
-    """
+    """Gather versions, devices and relevant variables of `env` without secrets, as JSON values."""
     has_cuda = torch.cuda.is_available()
     has_nccl = has_cuda and dist.is_nccl_available()
-    usage = shutil.disk_usage(_SHARED_MEMORY) if os.path.isdir(_SHARED_MEMORY) else None
-    limits = {name: resource.getrlimit(getattr(resource, constant))[0] for name, constant in _LIMITS.items()}
     return {
         "rank": rank,
         "local_rank": local_rank,
@@ -81,8 +72,6 @@ def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[
         "backend": "nccl" if has_nccl else "gloo",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "shared_memory": {"total": usage.total, "free": usage.free} if usage is not None else None,
-        "limits": {name: None if soft == resource.RLIM_INFINITY else soft for name, soft in limits.items()},
         "variables": {
             name: value
             for name, value in sorted(env.items())
