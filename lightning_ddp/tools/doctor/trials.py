@@ -1,0 +1,480 @@
+"""Trials of `doctor --verify` in the ranks: small models, compared to torch's DDP and to formulas.
+
+A trial trains independently, from the same weights on all ranks, and has a verdict on each rank. Comparisons
+come after communication, so that a rank that finds a difference does not leave the others waiting. All that
+is compared to is computed on the CPU, but for torch's DDP.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp import BucketedDDP
+from lightning_ddp.averaging import build_averager
+from lightning_ddp.hooks import build_hook
+from lightning_ddp.tools.command_line import paired_ratio
+from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Bucket, Claim, mean_of
+from lightning_ddp.tools.models import TrainingRun, build_workload, compute_loss
+from lightning_ddp.tools.ranks import RankContext, synchronize, timed
+
+HOST_WAITS: Final = "host waits"
+"""Name of the trial that checks whether the host waits for the device in a step."""
+
+_BATCH_SIZE: Final = 8
+_CAP_MB: Final = 0.015  # several buckets of models as small as these
+_LR: Final = 0.05
+_NUM_STEPS: Final = 6  # torch plans its buckets anew after the first
+_NUM_WATCHED: Final = 2  # one of them is the end of an averager's period
+_NUM_HOOK_STEPS: Final = 7
+_OVERFLOWS_AT: Final = 4
+_NUM_GLOBAL_STEPS: Final = 2
+_NUM_LOCAL_STEPS: Final = 7  # the last one is no end of a period
+_NOISE: Final = {"cpu": 1e-6, "cuda": 1e-3}
+"""Allowed difference of a backward from the CPU's, relative to the largest gradient, by type of device."""
+_SPEED_S: Final = 4.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
+_SLOW_RATIO: Final = 1.5
+
+_READ_ONCE: Final = frozenset({"hook powersgd", "hook topk", "hook randomk", "hook sign"})
+"""Subjects whose host reads once in a step whether all values were finite on all ranks."""
+
+_FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "defaults": {},
+    "gradient_as_bucket_view=False": {"gradient_as_bucket_view": False},
+    "find_unused_parameters=True": {"find_unused_parameters": True},
+    "static_graph=True": {"static_graph": True},
+}
+_CPU_FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {"transport='gloo'": {"transport": "gloo"}}
+_OURS_ALONE: Final = frozenset({"transport", "find_unused_parameters"})  # torch warns where none is unused
+
+
+# Without a kink such as ReLU's, at which the CPU and a device may take different sides.
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.GELU()),
+        *(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.GELU(), nn.Flatten()),
+        *(nn.Linear(256, 32), nn.GELU(), nn.Linear(32, 7)),
+    )
+
+
+def _mlp() -> nn.Module:
+    # odd sizes, so that a bucket which is not aligned shows
+    layers: list[nn.Module] = []
+    for width, following in ((33, 65), (65, 65), (65, 33)):
+        layers += [nn.Linear(width, following), nn.LayerNorm(following), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(33, 7))
+
+
+MODELS: Final[Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
+    "conv": (_conv, (3, 8, 8)),
+    "mlp": (_mlp, (33,)),
+}
+"""Small models with several buckets, and the shapes of their inputs, by name."""
+
+
+@dataclass
+class Verdict:
+    """Result of a trial on this rank: its first problem, and the largest error otherwise."""
+
+    problem: str | None = None
+    """Description of the first problem; None without one."""
+    largest: float = 0.0
+    """Largest error, relative to its bound."""
+    num_values: int = 0
+    """Number of compared numbers."""
+    figure: str | None = None
+    """Text for the report instead of these; None for these."""
+    is_slow: bool = False
+    """True if a measured time deserves a warning."""
+
+    def fail(self, problem: str) -> None:
+        """Record a problem, unless there is one already."""
+        self.problem = self.problem or problem
+
+    def check(self, where: str, claim: Claim) -> None:
+        """Compare numbers with their bounds, on the CPU; a non-finite number is a problem."""
+        found, expected = (tensor.detach().cpu().double() for tensor in (claim.found, claim.expected))
+        bound = torch.as_tensor(claim.bound, dtype=torch.float64).cpu().expand_as(found)
+        error = (found - expected).abs()
+        self.num_values += found.numel()
+        is_wrong = ~(error <= bound)
+        if bool(is_wrong.any()):
+            at = int((error - bound).nan_to_num(nan=math.inf, posinf=math.inf).flatten().argmax())
+            self.fail(
+                f"{where}: {claim.what} is {float(found.flatten()[at]):.6g} where"
+                f" {float(expected.flatten()[at]):.6g} +/- {float(bound.flatten()[at]):.1g} is expected"
+                f" ({int(is_wrong.sum())} of {found.numel()} numbers are wrong)"
+            )
+        else:
+            share = torch.where(bound > 0, error / bound, 0.0)
+            self.largest = max(self.largest, float(share.max()))
+
+    def to_json(self) -> str:
+        """Return the verdict as JSON for the parent process."""
+        figure = self.figure or f"{self.num_values:,} numbers, largest error {self.largest:.0%} of its bound"
+        return json.dumps({"problem": self.problem, "figure": figure, "is_slow": self.is_slow})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Rank and device of this process."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def build(self, model: str) -> nn.Module:
+        """Build a model on the device, with the same weights on all ranks."""
+        torch.manual_seed(0)
+        return MODELS[model][0]().to(self.device)
+
+    def batch(self, model: str, step: int) -> Tensor:
+        """Make a batch, different on each rank and in each step."""
+        generator = torch.Generator().manual_seed(1 + step * self.size + self.rank)
+        return torch.randn(_BATCH_SIZE, *MODELS[model][1], generator=generator).to(self.device)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Gather the 1-D tensors of all ranks on the CPU, one row per rank.
+
+        Collective: all ranks must call it.
+        """
+        own = row.detach().to(self.device).contiguous()
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own)
+        return torch.stack(rows).cpu()
+
+
+Trial = Callable[[Ranks, Verdict], None]
+
+
+def trials_of(device: str) -> dict[str, Trial]:
+    """Return the trials for a device type by name, in running order."""
+    flags = {**_FLAGS, **(_CPU_FLAGS if device == "cpu" else {})}
+    found: dict[str, Trial] = {
+        f"gradients, {name}": partial(_try_gradients, flags=given) for name, given in flags.items()
+    }
+    found |= {f"hook {name}": partial(_try_hook, name=name) for name in HOOKS}
+    found |= {f"averager {name}": partial(_try_averager, name=name) for name in AVERAGERS}
+    if device == "cuda":
+        found[HOST_WAITS] = _try_host_waits
+    found["step time"] = _try_step_time
+    return found
+
+
+def verdict_key(name: str, rank: int) -> str:
+    """Return the key in the store of a rank's verdict about a trial."""
+    return f"verdict/{name}/{rank}"
+
+
+def run_trials(context: RankContext, names: Sequence[str]) -> None:
+    """Run trials; store each verdict at once, so that those before a hang are not lost.
+
+    Collective: all ranks must call it.
+    """
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    ranks = Ranks(rank=context.rank, size=context.world_size, device=context.device)
+    trials = trials_of(context.device.type)
+    context.advance()
+    for name in names:
+        verdict = Verdict()
+        trials[name](ranks, verdict)
+        synchronize(context.device)
+        context.store.set(verdict_key(name, context.rank), verdict.to_json())
+        dist.barrier()
+        context.advance()
+
+
+# ---------------------------------------------------------------------- training
+
+
+class _Training:
+    """A wrapped model with its optimizer, and perhaps a hook or an averager of this package."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.module: nn.Module = wrapper.module
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=_LR, momentum=0.9)
+        self.hook: Any = None
+        self.averager: Any = None
+        self.seen: list[tuple[tuple[str, ...], Tensor]] = []
+        """Names of the parameters and flat gradient of each bucket that the hook got in the last backward."""
+
+    def reduce(self, state: object, bucket: Any) -> Any:
+        """Keep a copy of the bucket, and pass it to the hook."""
+        self.seen.append((bucket.names, bucket.buffer().clone()))
+        return self.hook(state, bucket)
+
+    def backward(self, batch: Tensor) -> None:
+        """Compute new gradients, and average them unless training is local now."""
+        self.seen.clear()
+        is_local = self.averager is not None and not self.averager.averages_gradients
+        with self.wrapper.no_sync() if is_local else nullcontext():
+            self.optimizer.zero_grad()
+            compute_loss(self.wrapper(batch)).backward()
+
+    def step(self, batch: Tensor) -> None:
+        """Do a whole step."""
+        self.backward(batch)
+        self.optimizer.step()
+        if self.averager is not None:
+            self.averager.step(self.optimizer)
+
+
+def _ours(
+    ranks: Ranks, model: str, *, flags: Mapping[str, Any] = {}, hook: str = "", averager: str = ""
+) -> _Training:
+    """Wrap a model, with one of `HOOKS` or `AVERAGERS` if named.
+
+    Collective: all ranks must call it.
+    """
+    training = _Training(BucketedDDP(ranks.build(model), bucket_cap_mb=_CAP_MB, **flags))
+    group = training.wrapper.process_group
+    if hook:
+        training.hook = build_hook({"name": hook, **HOOKS[hook][0]}, group, ranks.device)
+        training.wrapper.register_comm_hook(None, training.reduce)
+    if averager:
+        spec = {"name": averager, "start_step": _NUM_GLOBAL_STEPS, **AVERAGERS[averager]}
+        training.averager = build_averager(spec, training.module, [training.optimizer], group)
+    return training
+
+
+def _local_gradients(module: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    """Compute the gradients of this rank alone on the CPU, without a change of the module."""
+    alone = copy.deepcopy(module).cpu()
+    alone.zero_grad(set_to_none=True)
+    compute_loss(alone(batch.cpu())).backward()
+    return {name: _gradient(parameter) for name, parameter in alone.named_parameters()}
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "a parameter has no gradient after backward"
+    return parameter.grad
+
+
+def _flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).cpu()
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) -> None:
+    """Check that gradients are the mean of the ranks' own, and all results equal torch's DDP."""
+    torchs = {"gradient_as_bucket_view": True, **flags}
+    torchs = {name: value for name, value in torchs.items() if name not in _OURS_ALONE}
+    # The sums of two ranks have one order; else the terms may cancel, so the bound is that of the largest.
+    tolerance = 0.0 if ranks.size <= 2 else 1e-5
+    for model in MODELS:
+        ours = _ours(ranks, model, flags=flags)
+        theirs = _Training(DistributedDataParallel(ranks.build(model), bucket_cap_mb=_CAP_MB, **torchs))
+        for step in range(_NUM_STEPS):
+            batch = ranks.batch(model, step)
+            alone = _local_gradients(ours.module, batch)
+            rows = ranks.gather(torch.cat([grad.flatten() for grad in alone.values()]))
+            scale = float(rows.abs().max())
+            for training in (ours, theirs):
+                training.backward(batch)
+            pieces = rows.split([grad.numel() for grad in alone.values()], dim=1)
+            parameters = zip(ours.module.named_parameters(), theirs.module.parameters(), pieces, strict=True)
+            for (name, parameter), other, piece in parameters:
+                where, found = f"{model}, step {step}, {name}", _gradient(parameter).flatten()
+                mean, bound = mean_of(piece)
+                verdict.check(where, Claim("mean", found, mean, bound + _NOISE[ranks.device.type] * scale))
+                expected = _gradient(other).flatten()
+                verdict.check(where, Claim("value beside torch's", found, expected, tolerance * scale))
+            for training in (ours, theirs):
+                training.optimizer.step()
+        for training in (ours, theirs):
+            training.wrapper.eval()
+            training.wrapper(ranks.batch(model, 0))  # synchronizes the buffers
+        expected_state = theirs.module.state_dict()
+        for name, found in ours.module.state_dict().items():
+            bound = tolerance * float(expected_state[name].abs().max())
+            claim = Claim("value beside torch's", found, expected_state[name], bound)
+            verdict.check(f"{model}, at the end, {name}", claim)
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
+    """Check each step with the hook's formula; an overflow must affect all ranks, but not the state."""
+    for model in MODELS:
+        training = _ours(ranks, model, hook=name)
+        hook, parameters = training.hook, dict(training.module.named_parameters())
+        for step in range(_NUM_HOOK_STEPS):
+            where, batch = f"{model}, step {step}", ranks.batch(model, step)
+            alone = _local_gradients(training.module, batch)
+            before = hook.state_dict()
+            is_over = step == _OVERFLOWS_AT
+            first = next(iter(parameters.values()))
+            with _overflow(first) if is_over and ranks.rank == ranks.size - 1 else nullcontext():
+                training.backward(batch)
+            after = hook.state_dict()
+            if is_over:
+                if name != "noop":
+                    _check_overflow(verdict, where, first, before, after)
+                continue
+            absent = parameters.keys() - {found for names, _ in training.seen for found in names}
+            if absent:
+                verdict.fail(f"{where}: no bucket has {', '.join(sorted(absent))}")
+            for names, flat in training.seen:
+                own = torch.cat([alone[n].flatten() for n in names])
+                bound = _NOISE[ranks.device.type] * float(own.abs().max())
+                verdict.check(where, Claim("gradient in the bucket", flat, own, bound))
+                bucket = Bucket(
+                    rank=ranks.rank,
+                    rows=ranks.gather(flat.cpu() + _residual(before, names, parameters)),
+                    found=torch.cat([_gradient(parameters[n]).flatten() for n in names]).cpu(),
+                    residuals=ranks.gather(_residual(after, names, parameters)),
+                )
+                for claim in HOOKS[name][1](bucket):
+                    verdict.check(f"{where}, {names[0]} to {names[-1]}", claim)
+                result = ranks.gather(bucket.found)[0]
+                if name != "noop":
+                    verdict.check(where, Claim("result beside rank 0's", bucket.found, result, 0.0))
+            training.optimizer.step()
+
+
+@contextmanager
+def _overflow(parameter: Tensor) -> Iterator[None]:
+    """Make the parameter's gradient infinite."""
+    handle = parameter.register_hook(lambda gradient: gradient * math.inf)
+    yield
+    handle.remove()
+
+
+def _check_overflow(
+    verdict: Verdict, where: str, first: Tensor, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> None:
+    if bool(torch.isfinite(_gradient(first)).all()):
+        verdict.fail(f"{where}: a gradient that overflowed on one rank is finite on another")
+    if before["step"] != after["step"]:
+        verdict.fail(f"{where}: a step that overflowed was counted")
+    if _tensors(before) != _tensors(after):
+        verdict.fail(f"{where}: a step that overflowed has changed the state")
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[tuple[str, str], list[Any]]:
+    found = state.get("tensors", {})
+    return {(name, key): value.tolist() for name in found for key, value in found[name].items()}
+
+
+def _residual(state: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return a hook's residuals of a bucket's parameters; zeros if none."""
+    tensors = state.get("tensors", {})
+    found = [tensors.get(name, {}).get("error", torch.zeros(parameters[name].numel())) for name in names]
+    return torch.cat([piece.flatten() for piece in found])
+
+
+# ---------------------------------------------------------------------- averagers
+
+
+def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
+    """Check parameters with the averager's formula after each step, and that ranks agree at the end."""
+    for model in MODELS:
+        training = _ours(ranks, model, averager=name)
+        module, averager = training.module, training.averager
+        means: dict[int, Tensor] = {}  # by the local step in which the averager has to apply them
+        for local_step in range(1 - _NUM_GLOBAL_STEPS, 1 + _NUM_LOCAL_STEPS):
+            is_local = not averager.averages_gradients
+            training.backward(ranks.batch(model, _NUM_GLOBAL_STEPS + local_step))
+            training.optimizer.step()
+            rows = ranks.gather(_flat(module)).double()
+            averager.step(training.optimizer)
+            if is_local and local_step % 2 == 0:
+                means[local_step + AVERAGERS[name].get("delay", 0)] = rows.mean(0)
+            expected, bound = rows[ranks.rank if is_local else 0], 0.0
+            if local_step in means:
+                expected, bound = means[local_step], 1e-5 * float(rows.abs().max())  # a few operations round
+            where = f"{model}, local step {local_step}"
+            verdict.check(where, Claim("parameters", _flat(module), expected, bound))
+        rows = ranks.gather(_flat(module))
+        averager.agree()
+        where, bound = f"{model}, at the end", 1e-5 * float(rows.abs().max())
+        verdict.check(where, Claim("agreed parameters", _flat(module), mean_of(rows)[0], bound))
+        for key, found in module.state_dict().items():
+            first = ranks.gather(found.flatten())[0]
+            verdict.check(where, Claim(f"{key} beside rank 0's", found.flatten(), first, 0.0))
+
+
+# ---------------------------------------------------------------------- waits of the host
+
+
+def _try_host_waits(ranks: Ranks, verdict: Verdict) -> None:
+    """Check that the host does not wait for the device in a steady step, except for known reasons."""
+    subjects: dict[str, dict[str, Any]] = {name: {"flags": flags} for name, flags in _FLAGS.items()}
+    subjects |= {f"hook {name}": {"hook": name} for name in HOOKS}
+    subjects |= {f"averager {name}": {"averager": name} for name in AVERAGERS}
+    batches = [ranks.batch("mlp", number) for number in range(_NUM_STEPS + _NUM_WATCHED)]
+    counts = {}
+    for subject, options in subjects.items():
+        training = _ours(ranks, "mlp", **options)
+        for batch in batches[:_NUM_STEPS]:
+            training.step(batch)
+        torch.cuda.synchronize(ranks.device)
+        counts[subject] = _num_waits(training, batches[_NUM_STEPS:])
+        torch.cuda.synchronize(ranks.device)
+        allowed = _NUM_WATCHED if subject in _READ_ONCE else 0
+        if counts[subject] > allowed:
+            verdict.fail(
+                f"{subject}: {_NUM_WATCHED} steady steps made the host wait for the device"
+                f" {counts[subject]} times, but at most {allowed} are expected"
+            )
+    total = ", ".join(f"{subject} {count}" for subject, count in counts.items() if count)
+    verdict.figure = f"{len(counts)} kinds, {_NUM_WATCHED} steps each; waits: {total or 'none'}"
+
+
+def _num_waits(training: _Training, batches: Sequence[Tensor]) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for batch in batches:
+                training.step(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    # Setting the mode warns too: it "does not yet detect all synchronizing operations".
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
+    """Time steps of this package's wrapper and of torch's in turns."""
+    model = "transformer6" if ranks.device.type == "cuda" else "linear500"
+    names = ("ours", "torch_ddp")
+    runs = [TrainingRun(name, build_workload(model, rank=ranks.rank), ranks.device) for name in names]
+    seconds = [[timed(run.step, ranks.device) for run in runs] for _ in range(3)]
+    pace = float(ranks.gather(torch.tensor([sum(seconds[-1])])).max())
+    num_rounds = int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _SPEED_S / pace)))
+    times = []
+    for number in range(num_rounds):
+        order = (0, 1) if number % 2 else (1, 0)
+        found = {index: timed(runs[index].step, ranks.device) for index in order}
+        times.append((found[0], found[1]))
+    # a step is over when the slowest rank has ended it
+    slowest = ranks.gather(torch.tensor(times).flatten()).amax(0).view(-1, 2)
+    ours, theirs = slowest.t().tolist()
+    ratio = paired_ratio(ours, theirs)
+    verdict.is_slow = ratio > _SLOW_RATIO
+    verdict.figure = (
+        f"ours / torch's DDP {ratio:.3f}, median of {num_rounds} turns with {model}"
+        f" ({statistics.median(ours) * 1e3:.1f} and {statistics.median(theirs) * 1e3:.1f} ms)"
+    )
