@@ -18,7 +18,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.callbacks import CommunicationMonitor, summarize
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
-from lightning_ddp.telemetry.timeline import SlowRanks, lateness
+from lightning_ddp.telemetry.timeline import SlowRanks, lateness, median_us
 
 MS = 1_000_000
 
@@ -70,28 +70,28 @@ def test_what_is_logged_are_medians_over_the_interval() -> None:
 
 
 def test_lateness_is_the_slack_that_a_rank_lacks() -> None:
-    known = lateness(7, {0: [50, 40, None], 1: [10, 60, 5], 2: [30, 50]})
-    assert known.late_us == {0: [0, 20, None], 1: [40, 0, 0], 2: [20, 10, None]}
-    assert known.median_us() == {0: 10.0, 1: 0.0, 2: 15.0}
+    late = lateness({0: [50, 40, None], 1: [10, 60, 5], 2: [30, 50]})
+    assert late == {0: [0, 20, None], 1: [40, 0, 0], 2: [20, 10, None]}
+    assert median_us(late) == {0: 10.0, 1: 0.0, 2: 15.0}
 
 
 def test_a_rank_is_slow_after_so_many_steps_in_a_row_and_again_when_they_have_doubled() -> None:
     slow = SlowRanks(4)
-    late = lateness(0, {0: [90, 90], 1: [90, 90], 2: [10, 20], 3: [95, 95]})
+    late = lateness({0: [90, 90], 1: [90, 90], 2: [10, 20], 3: [95, 95]})
     assert slow.add(late, limit_us=50) == []
     (found,) = slow.add(late, limit_us=50)
     assert (found.rank, found.num_steps, found.late_us) == (2, 4, 75.0)
     assert slow.add(late, limit_us=50) == []
     (found,) = slow.add(late, limit_us=50)
     assert found.num_steps == 8
-    assert slow.add(lateness(8, {0: [9], 1: [9], 2: [9], 3: [9]}), limit_us=50) == []
+    assert slow.add(lateness({0: [9], 1: [9], 2: [9], 3: [9]}), limit_us=50) == []
     assert slow.add(late, limit_us=50) == []  # the streak was broken
 
 
 def test_one_early_rank_makes_no_others_late() -> None:
     slow = SlowRanks(1)
-    assert slow.add(lateness(0, {0: [900], 1: [90], 2: [90], 3: [85]}), limit_us=50) == []
-    (found,) = slow.add(lateness(0, {0: [900], 1: [90]}), limit_us=50)
+    assert slow.add(lateness({0: [900], 1: [90], 2: [90], 3: [85]}), limit_us=50) == []
+    (found,) = slow.add(lateness({0: [900], 1: [90]}), limit_us=50)
     assert found.rank == 1
 
 
@@ -180,7 +180,7 @@ def test_a_late_rank_lacks_slack_whatever_its_clock_says() -> None:
             model(torch.ones(2, 8)).sum().backward()
         return [record.slack_ns and record.slack_ns // 1000 for record in recorder.records]
 
-    late = lateness(0, dict(enumerate(run_threads(rank_main, 2)))).median_us()
+    late = median_us(lateness(dict(enumerate(run_threads(rank_main, 2)))))
     assert late[1] > late[0]
     assert late[1] > 10_000
 

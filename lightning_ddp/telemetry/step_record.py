@@ -20,7 +20,7 @@ _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
 _MOST_UNRESOLVED = 64
 _MOMENTS = ("forward_start", "forward_end", "backward_start", "backward_end", "comm_end")
-_BUCKET_MOMENTS = ("ready", "launched", "done")
+_BUCKET_MOMENTS = ("ready", "launched", "done", "begun")
 
 
 @dataclass(slots=True)
@@ -57,6 +57,12 @@ class StepRecord:
     """Time at which all buckets were reduced and written to `.grad`."""
     buckets: list[BucketRecord] = field(default_factory=list)
     """Reduced buckets, in launch order."""
+
+    def moments(self) -> list[tuple[StepRecord | BucketRecord, str]]:
+        """Return the owner and the attribute of each moment that has a record, also of the buckets."""
+        places: list[tuple[StepRecord | BucketRecord, str]] = [(self, name) for name in _MOMENTS]
+        places += [(bucket, name) for bucket in self.buckets for name in _BUCKET_MOMENTS]
+        return [(owner, name) for owner, name in places if getattr(owner, name) is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -253,17 +259,14 @@ class _Events:
         finished = []
         while self.unresolved:
             record = self.unresolved[0]
-            places: list[tuple[Any, str]] = [
-                (record, name) for name in _MOMENTS if getattr(record, name) is not None
-            ]
-            places += [(b, n) for b in record.buckets for n in _BUCKET_MOMENTS if getattr(b, n) is not None]
-            events = [getattr(owner, name) for owner, name in places]
+            moments = record.moments()
+            events = [getattr(owner, name) for owner, name in moments]
             if not all(event.query() for event in events):
                 break
             finished.append(self.unresolved.popleft())
             # elapsed_time is a 32-bit float, exact for short times such as those within a step.
             first_ns = self._anchor_ns + _ns_between(self._anchor, events[0])
-            for (owner, name), event in zip(places, events, strict=True):
+            for (owner, name), event in zip(moments, events, strict=True):
                 setattr(owner, name, first_ns + _ns_between(events[0], event))
             self._anchor, self._anchor_ns = events[0], first_ns
         return finished
