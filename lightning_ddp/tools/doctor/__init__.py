@@ -44,7 +44,7 @@ from lightning_ddp.tools.doctor.machine import (
     worst,
 )
 from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
-from lightning_ddp.tools.doctor.verify import Verification, refusal, run_checks
+from lightning_ddp.tools.doctor.verify import run_checks
 from lightning_ddp.tools.ranks import RankContext, run_ranks
 
 _LOOPBACK = "127.0.0.1"
@@ -151,8 +151,7 @@ class _Examination:
             interface=self._choose_interface(),
         )
         if self._args.verify:
-            refused = refusal(self._here)
-            self._findings += [refused] if refused else run_checks(Verification.of(self._args))
+            self._findings += run_checks(self._args, self._here)
         elif self._args.processes is not None:
             self._examine_processes(plan)
         elif self._here.world_size > 1:

@@ -34,7 +34,6 @@ from lightning_ddp.tools.ranks import RankContext, synchronize, timed
 HOST_WAITS: Final = "host waits"
 """Name of the trial that checks whether the host waits for the device in a step."""
 
-_BATCH_SIZE: Final = 8
 _CAP_MB: Final = 0.015  # several buckets of models as small as these
 _LR: Final = 0.05
 _NUM_STEPS: Final = 6  # torch plans its buckets anew after the first
@@ -58,32 +57,16 @@ _FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "find_unused_parameters=True": {"find_unused_parameters": True},
     "static_graph=True": {"static_graph": True},
 }
-_CPU_FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {"transport='gloo'": {"transport": "gloo"}}
-_OURS_ALONE: Final = frozenset({"transport", "find_unused_parameters"})  # torch warns where none is unused
 
 
-# Without a kink such as ReLU's, at which the CPU and a device may take different sides.
-def _conv() -> nn.Module:
+def _model() -> nn.Module:
+    # Odd sizes, so that a bucket which is not aligned shows; no kink such as ReLU's, at which the CPU and a
+    # device may take different sides.
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.GELU()),
         *(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.GELU(), nn.Flatten()),
-        *(nn.Linear(256, 32), nn.GELU(), nn.Linear(32, 7)),
+        *(nn.Linear(256, 65), nn.LayerNorm(65), nn.GELU(), nn.Linear(65, 33), nn.GELU(), nn.Linear(33, 7)),
     )
-
-
-def _mlp() -> nn.Module:
-    # odd sizes, so that a bucket which is not aligned shows
-    layers: list[nn.Module] = []
-    for width, following in ((33, 65), (65, 65), (65, 33)):
-        layers += [nn.Linear(width, following), nn.LayerNorm(following), nn.GELU()]
-    return nn.Sequential(*layers, nn.Linear(33, 7))
-
-
-MODELS: Final[Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
-    "conv": (_conv, (3, 8, 8)),
-    "mlp": (_mlp, (33,)),
-}
-"""Small models with several buckets, and the shapes of their inputs, by name."""
 
 
 @dataclass
@@ -137,15 +120,15 @@ class Ranks:
     size: int
     device: torch.device
 
-    def build(self, model: str) -> nn.Module:
-        """Build a model on the device, with the same weights on all ranks."""
+    def build(self) -> nn.Module:
+        """Build the model on the device, with the same weights on all ranks."""
         torch.manual_seed(0)
-        return MODELS[model][0]().to(self.device)
+        return _model().to(self.device)
 
-    def batch(self, model: str, step: int) -> Tensor:
+    def batch(self, step: int) -> Tensor:
         """Make a batch, different on each rank and in each step."""
         generator = torch.Generator().manual_seed(1 + step * self.size + self.rank)
-        return torch.randn(_BATCH_SIZE, *MODELS[model][1], generator=generator).to(self.device)
+        return torch.randn(8, 3, 8, 8, generator=generator).to(self.device)
 
     def gather(self, row: Tensor) -> Tensor:
         """Gather the 1-D tensors of all ranks on the CPU, one row per rank.
@@ -163,10 +146,8 @@ Trial = Callable[[Ranks, Verdict], None]
 
 def trials_of(device: str) -> dict[str, Trial]:
     """Return the trials for a device type by name, in running order."""
-    flags = {**_FLAGS, **(_CPU_FLAGS if device == "cpu" else {})}
-    found: dict[str, Trial] = {
-        f"gradients, {name}": partial(_try_gradients, flags=given) for name, given in flags.items()
-    }
+    flags = _FLAGS if device == "cuda" else {**_FLAGS, "transport='gloo'": {"transport": "gloo"}}
+    found: dict[str, Trial] = {f"gradients, {n}": partial(_try_gradients, flags=flags[n]) for n in flags}
     found |= {f"hook {name}": partial(_try_hook, name=name) for name in HOOKS}
     found |= {f"averager {name}": partial(_try_averager, name=name) for name in AVERAGERS}
     if device == "cuda":
@@ -235,14 +216,12 @@ class _Training:
             self.averager.step(self.optimizer)
 
 
-def _ours(
-    ranks: Ranks, model: str, *, flags: Mapping[str, Any] = {}, hook: str = "", averager: str = ""
-) -> _Training:
-    """Wrap a model, with one of `HOOKS` or `AVERAGERS` if named.
+def _ours(ranks: Ranks, *, flags: Mapping[str, Any] = {}, hook: str = "", averager: str = "") -> _Training:
+    """Wrap the model, with one of `HOOKS` or `AVERAGERS` if named.
 
     Collective: all ranks must call it.
     """
-    training = _Training(BucketedDDP(ranks.build(model), bucket_cap_mb=_CAP_MB, **flags))
+    training = _Training(BucketedDDP(ranks.build(), bucket_cap_mb=_CAP_MB, **flags))
     group = training.wrapper.process_group
     if hook:
         training.hook = build_hook({"name": hook, **HOOKS[hook][0]}, group, ranks.device)
@@ -276,37 +255,36 @@ def _flat(module: nn.Module) -> Tensor:
 def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) -> None:
     """Check that gradients are the mean of the ranks' own, and all results equal torch's DDP."""
     torchs = {"gradient_as_bucket_view": True, **flags}
-    torchs = {name: value for name, value in torchs.items() if name not in _OURS_ALONE}
+    torchs = {name: torchs[name] for name in torchs.keys() & {"gradient_as_bucket_view", "static_graph"}}
+    ours = _ours(ranks, flags=flags)
+    theirs = _Training(DistributedDataParallel(ranks.build(), bucket_cap_mb=_CAP_MB, **torchs))
     # The sums of two ranks have one order; else the terms may cancel, so the bound is that of the largest.
     tolerance = 0.0 if ranks.size <= 2 else 1e-5
-    for model in MODELS:
-        ours = _ours(ranks, model, flags=flags)
-        theirs = _Training(DistributedDataParallel(ranks.build(model), bucket_cap_mb=_CAP_MB, **torchs))
-        for step in range(_NUM_STEPS):
-            batch = ranks.batch(model, step)
-            alone = _local_gradients(ours.module, batch)
-            rows = ranks.gather(torch.cat([grad.flatten() for grad in alone.values()]))
-            scale = float(rows.abs().max())
-            for training in (ours, theirs):
-                training.backward(batch)
-            pieces = rows.split([grad.numel() for grad in alone.values()], dim=1)
-            parameters = zip(ours.module.named_parameters(), theirs.module.parameters(), pieces, strict=True)
-            for (name, parameter), other, piece in parameters:
-                where, found = f"{model}, step {step}, {name}", _gradient(parameter).flatten()
-                mean, bound = mean_of(piece)
-                verdict.check(where, Claim("mean", found, mean, bound + _NOISE[ranks.device.type] * scale))
-                expected = _gradient(other).flatten()
-                verdict.check(where, Claim("value beside torch's", found, expected, tolerance * scale))
-            for training in (ours, theirs):
-                training.optimizer.step()
+    for step in range(_NUM_STEPS):
+        batch = ranks.batch(step)
+        alone = _local_gradients(ours.module, batch)
+        rows = ranks.gather(torch.cat([grad.flatten() for grad in alone.values()]))
+        scale = float(rows.abs().max())
         for training in (ours, theirs):
-            training.wrapper.eval()
-            training.wrapper(ranks.batch(model, 0))  # synchronizes the buffers
-        expected_state = theirs.module.state_dict()
-        for name, found in ours.module.state_dict().items():
-            bound = tolerance * float(expected_state[name].abs().max())
-            claim = Claim("value beside torch's", found, expected_state[name], bound)
-            verdict.check(f"{model}, at the end, {name}", claim)
+            training.backward(batch)
+        pieces = rows.split([grad.numel() for grad in alone.values()], dim=1)
+        parameters = zip(ours.module.named_parameters(), theirs.module.parameters(), pieces, strict=True)
+        for (name, parameter), other, piece in parameters:
+            where, found = f"step {step}, {name}", _gradient(parameter).flatten()
+            mean, bound = mean_of(piece)
+            verdict.check(where, Claim("mean", found, mean, bound + _NOISE[ranks.device.type] * scale))
+            claim = Claim("value beside torch's", found, _gradient(other).flatten(), tolerance * scale)
+            verdict.check(where, claim)
+        for training in (ours, theirs):
+            training.optimizer.step()
+    for training in (ours, theirs):
+        training.wrapper.eval()
+        training.wrapper(ranks.batch(0))  # synchronizes the buffers
+    for (name, found), expected in zip(
+        ours.module.state_dict().items(), theirs.module.state_dict().values(), strict=True
+    ):
+        claim = Claim("value beside torch's", found, expected, tolerance * float(expected.abs().max()))
+        verdict.check(f"at the end, {name}", claim)
 
 
 # ---------------------------------------------------------------------- hooks
@@ -314,41 +292,40 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
 
 def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
     """Check each step with the hook's formula; an overflow must affect all ranks, but not the state."""
-    for model in MODELS:
-        training = _ours(ranks, model, hook=name)
-        hook, parameters = training.hook, dict(training.module.named_parameters())
-        for step in range(_NUM_HOOK_STEPS):
-            where, batch = f"{model}, step {step}", ranks.batch(model, step)
-            alone = _local_gradients(training.module, batch)
-            before = hook.state_dict()
-            is_over = step == _OVERFLOWS_AT
-            first = next(iter(parameters.values()))
-            with _overflow(first) if is_over and ranks.rank == ranks.size - 1 else nullcontext():
-                training.backward(batch)
-            after = hook.state_dict()
-            if is_over:
-                if name != "noop":
-                    _check_overflow(verdict, where, first, before, after)
-                continue
-            absent = parameters.keys() - {found for names, _ in training.seen for found in names}
-            if absent:
-                verdict.fail(f"{where}: no bucket has {', '.join(sorted(absent))}")
-            for names, flat in training.seen:
-                own = torch.cat([alone[n].flatten() for n in names])
-                bound = _NOISE[ranks.device.type] * float(own.abs().max())
-                verdict.check(where, Claim("gradient in the bucket", flat, own, bound))
-                bucket = Bucket(
-                    rank=ranks.rank,
-                    rows=ranks.gather(flat.cpu() + _residual(before, names, parameters)),
-                    found=torch.cat([_gradient(parameters[n]).flatten() for n in names]).cpu(),
-                    residuals=ranks.gather(_residual(after, names, parameters)),
-                )
-                for claim in HOOKS[name][1](bucket):
-                    verdict.check(f"{where}, {names[0]} to {names[-1]}", claim)
-                result = ranks.gather(bucket.found)[0]
-                if name != "noop":
-                    verdict.check(where, Claim("result beside rank 0's", bucket.found, result, 0.0))
-            training.optimizer.step()
+    training = _ours(ranks, hook=name)
+    parameters = dict(training.module.named_parameters())
+    first = next(iter(parameters.values()))
+    for step in range(_NUM_HOOK_STEPS):
+        where, batch = f"step {step}", ranks.batch(step)
+        alone = _local_gradients(training.module, batch)
+        before = training.hook.state_dict()
+        is_over = step == _OVERFLOWS_AT
+        with _overflow(first) if is_over and ranks.rank == ranks.size - 1 else nullcontext():
+            training.backward(batch)
+        after = training.hook.state_dict()
+        if is_over:
+            if name != "noop":
+                _check_overflow(verdict, where, first, before, after)
+            continue
+        absent = parameters.keys() - {found for names, _ in training.seen for found in names}
+        if absent:
+            verdict.fail(f"{where}: no bucket has {', '.join(sorted(absent))}")
+        for names, flat in training.seen:
+            own = torch.cat([alone[n].flatten() for n in names])
+            bound = _NOISE[ranks.device.type] * float(own.abs().max())
+            verdict.check(where, Claim("gradient in the bucket", flat, own, bound))
+            bucket = Bucket(
+                rank=ranks.rank,
+                rows=ranks.gather(flat.cpu() + _residual(before, names, parameters)),
+                found=torch.cat([_gradient(parameters[n]).flatten() for n in names]).cpu(),
+                residuals=ranks.gather(_residual(after, names, parameters)),
+            )
+            for claim in HOOKS[name][1](bucket):
+                verdict.check(f"{where}, {names[0]} to {names[-1]}", claim)
+            result = ranks.gather(bucket.found)[0]
+            if name != "noop":
+                verdict.check(where, Claim("result beside rank 0's", bucket.found, result, 0.0))
+        training.optimizer.step()
 
 
 @contextmanager
@@ -386,31 +363,34 @@ def _residual(state: Mapping[str, Any], names: Sequence[str], parameters: Mappin
 
 
 def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
-    """Check parameters with the averager's formula after each step, and that ranks agree at the end."""
-    for model in MODELS:
-        training = _ours(ranks, model, averager=name)
-        module, averager = training.module, training.averager
-        means: dict[int, Tensor] = {}  # by the local step in which the averager has to apply them
-        for local_step in range(1 - _NUM_GLOBAL_STEPS, 1 + _NUM_LOCAL_STEPS):
-            is_local = not averager.averages_gradients
-            training.backward(ranks.batch(model, _NUM_GLOBAL_STEPS + local_step))
-            training.optimizer.step()
-            rows = ranks.gather(_flat(module)).double()
-            averager.step(training.optimizer)
-            if is_local and local_step % 2 == 0:
-                means[local_step + AVERAGERS[name].get("delay", 0)] = rows.mean(0)
-            expected, bound = rows[ranks.rank if is_local else 0], 0.0
-            if local_step in means:
-                expected, bound = means[local_step], 1e-5 * float(rows.abs().max())  # a few operations round
-            where = f"{model}, local step {local_step}"
-            verdict.check(where, Claim("parameters", _flat(module), expected, bound))
-        rows = ranks.gather(_flat(module))
-        averager.agree()
-        where, bound = f"{model}, at the end", 1e-5 * float(rows.abs().max())
-        verdict.check(where, Claim("agreed parameters", _flat(module), mean_of(rows)[0], bound))
-        for key, found in module.state_dict().items():
-            first = ranks.gather(found.flatten())[0]
-            verdict.check(where, Claim(f"{key} beside rank 0's", found.flatten(), first, 0.0))
+    """Check parameters after each step with the averager's formula, and that ranks agree at the end."""
+    training = _ours(ranks, averager=name)
+    module, averager = training.module, training.averager
+    means: dict[int, Tensor] = {}  # by the local step in which the averager has to apply them
+    for local_step in range(1 - _NUM_GLOBAL_STEPS, 1 + _NUM_LOCAL_STEPS):
+        is_local = not averager.averages_gradients
+        training.backward(ranks.batch(_NUM_GLOBAL_STEPS + local_step))
+        training.optimizer.step()
+        rows = ranks.gather(_flat(module)).double()
+        averager.step(training.optimizer)
+        if is_local and local_step % 2 == 0:
+            means[local_step + AVERAGERS[name].get("delay", 0)] = rows.mean(0)
+        expected, bound = rows[ranks.rank if is_local else 0], 0.0
+        if local_step in means:
+            expected, bound = means[local_step], _rounding(rows)
+        verdict.check(f"local step {local_step}", Claim("parameters", _flat(module), expected, bound))
+    rows = ranks.gather(_flat(module))
+    averager.agree()
+    claim = Claim("agreed parameters", _flat(module), mean_of(rows)[0], _rounding(rows))
+    verdict.check("at the end", claim)
+    for key, found in module.state_dict().items():
+        first = ranks.gather(found.flatten())[0]
+        verdict.check("at the end", Claim(f"{key} beside rank 0's", found.flatten(), first, 0.0))
+
+
+def _rounding(rows: Tensor) -> float:
+    """Return a bound of the rounding errors of a few operations on parameters."""
+    return 1e-5 * float(rows.abs().max())
 
 
 # ---------------------------------------------------------------------- waits of the host
@@ -421,10 +401,10 @@ def _try_host_waits(ranks: Ranks, verdict: Verdict) -> None:
     subjects: dict[str, dict[str, Any]] = {name: {"flags": flags} for name, flags in _FLAGS.items()}
     subjects |= {f"hook {name}": {"hook": name} for name in HOOKS}
     subjects |= {f"averager {name}": {"averager": name} for name in AVERAGERS}
-    batches = [ranks.batch("mlp", number) for number in range(_NUM_STEPS + _NUM_WATCHED)]
+    batches = [ranks.batch(number) for number in range(_NUM_STEPS + _NUM_WATCHED)]
     counts = {}
     for subject, options in subjects.items():
-        training = _ours(ranks, "mlp", **options)
+        training = _ours(ranks, **options)
         for batch in batches[:_NUM_STEPS]:
             training.step(batch)
         torch.cuda.synchronize(ranks.device)

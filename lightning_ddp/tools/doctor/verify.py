@@ -28,75 +28,51 @@ KILLED: Final = "killed rank"
 _STARTING = 4
 """Number of time limits that the start of processes may take, as a cold file cache makes it slow."""
 _MOST_STARTS = 3
-_DEFAULT_CPU_RANKS = 2
 _MOST_TEXT = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verification:
-    """Settings of a verification."""
+class _Settings:
+    """Settings of all checks."""
 
     world_size: int
-    """Number of ranks, all on this machine."""
     device: str
-    """'cpu' or 'cuda'."""
     timeout_s: float
-    """Time limit of each trial in seconds."""
-    preload: str | None = None
+    """Time limit of each trial."""
+    preload: str | None
     """Python file that each rank runs first, or None."""
-    only: tuple[str, ...] = ()
-    """Beginnings of the names of the checks to run; empty for all."""
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Verification:
-        """Read the options, with defaults: all GPUs if there are any, else two CPU ranks."""
-        num_gpus = torch.cuda.device_count()
-        device = args.device or ("cuda" if num_gpus else "cpu")
-        default = max(num_gpus, 1) if device == "cuda" else _DEFAULT_CPU_RANKS
-        return cls(
-            world_size=args.processes or default,
-            device=device,
-            timeout_s=args.timeout_s,
-            preload=args.preload,
-            only=tuple(args.only),
-        )
-
-    def checks(self) -> list[str]:
-        """Return the names of the checks, in order: the trials, then the others."""
-        names = dict.fromkeys([*trials_of(self.device), HOST_WAITS, KILLED])
-        return [name for name in names if not self.only or name.startswith(self.only)]
 
 
-def refusal(placement: Placement) -> Finding | None:
-    """Return a finding if this process was started with others and so cannot verify; else None."""
-    if placement.world_size == 1:
-        return None
-    return Finding(
-        "FAIL",
-        "verify",
-        f"{placement.world_size} processes have been started ({placement.starter}), but --verify starts"
-        " those of one machine itself. Run `python -m lightning_ddp doctor --verify` once on each node,"
-        " without torchrun, and with one task in srun; without --verify `doctor` checks all of them",
-    )
+def run_checks(args: argparse.Namespace, placement: Placement) -> list[Finding]:
+    """Run the chosen checks on all GPUs, else on two CPU ranks, and return one finding for each.
 
-
-def run_checks(wanted: Verification) -> list[Finding]:
-    """Run all checks and return one finding for each; leave no process."""
+    Leaves no process. Is refused to a process that was started with others.
+    """
     num_gpus = torch.cuda.device_count()
-    if wanted.device == "cuda" and num_gpus < wanted.world_size:
-        message = f"{wanted.world_size} ranks need as many GPUs, found {num_gpus}"
-        return [Finding("FAIL", "verify", f"{message}: see --processes and --device cpu")]
-    names = wanted.checks()
-    if not names:
-        return [Finding("FAIL", "verify", f"no check begins with {' or '.join(wanted.only)}")]
-    trials = trials_of(wanted.device)
+    device = args.device or ("cuda" if num_gpus else "cpu")
+    world_size = args.processes or (max(num_gpus, 1) if device == "cuda" else 2)
+    trials, chosen = trials_of(device), tuple(args.only)
+    known = dict.fromkeys([*trials, HOST_WAITS, KILLED])
+    names = [name for name in known if not chosen or name.startswith(chosen)]
+    problem = None
+    if placement.world_size > 1:
+        problem = (
+            f"{placement.world_size} processes have been started ({placement.starter}), but --verify starts"
+            " those of one machine itself. Run `python -m lightning_ddp doctor --verify` once on each node,"
+            " without torchrun, and with one task in srun; without --verify `doctor` checks all of them"
+        )
+    elif device == "cuda" and num_gpus < world_size:
+        problem = f"{world_size} ranks need as many GPUs, found {num_gpus}: see --processes and --device cpu"
+    elif not names:
+        problem = f"no check begins with {' or '.join(chosen)}"
+    if problem:
+        return [Finding("FAIL", "verify", problem)]
+    settings = _Settings(world_size=world_size, device=device, timeout_s=args.timeout_s, preload=args.preload)
     remaining = [name for name in names if name in trials]
     findings: list[Finding] = []
     with progress_bar(len(names), "verify") as bar:
         for _ in range(_MOST_STARTS):
-            if not remaining:
-                break
-            found = list(_try(wanted, remaining, bar))
+            found = list(_try(settings, remaining, bar)) if remaining else []
             findings += found
             remaining = remaining[len(found) :]
         findings += [Finding("FAIL", name, f"not run, after {_MOST_STARTS} failures") for name in remaining]
@@ -104,11 +80,11 @@ def run_checks(wanted: Verification) -> list[Finding]:
             message = "not applicable: a CPU has no device for the host to wait for"
             findings.append(Finding("PASS", HOST_WAITS, message))
         if KILLED in names:
-            findings.append(_kill_a_rank(wanted))
+            findings.append(_kill_a_rank(settings))
     return findings
 
 
-def _watcher(wanted: Verification, store: Any, bar: Any) -> Callable[[int], None]:
+def _watcher(settings: _Settings, store: Any, bar: Any) -> Callable[[int], None]:
     """Return a callback that raises once a trial takes too long or a rank has failed."""
     has_started, since = False, time.monotonic()
 
@@ -117,7 +93,7 @@ def _watcher(wanted: Verification, store: Any, bar: Any) -> Callable[[int], None
         if count:  # the first unit of progress is that of the start
             bar.update(count - (not has_started))
             has_started, since = True, time.monotonic()
-        limit = wanted.timeout_s * (1 if has_started else _STARTING)
+        limit = settings.timeout_s * (1 if has_started else _STARTING)
         if time.monotonic() - since > limit:
             raise ToolError(
                 f"not finished after {limit:g} s: the ranks wait for each other, or still compute"
@@ -128,30 +104,30 @@ def _watcher(wanted: Verification, store: Any, bar: Any) -> Callable[[int], None
     return look
 
 
-def _try(wanted: Verification, names: Sequence[str], bar: Any) -> Iterator[Finding]:
+def _try(settings: _Settings, names: Sequence[str], bar: Any) -> Iterator[Finding]:
     """Run trials in new processes; yield a finding for each, up to a trial that stopped the ranks."""
     # Waits in the ranks must not time out before the deadline here.
-    longest_s = wanted.timeout_s * (len(names) + 2 * _STARTING)
+    longest_s = settings.timeout_s * (len(names) + 2 * _STARTING)
     store = host_store(longest_s)
     # A fork saves the imports, but CUDA, which the search for GPUs initializes, does not support it.
-    start_method = "spawn" if wanted.device == "cuda" or torch.cuda.is_initialized() else "fork"
+    start_method = "spawn" if settings.device == "cuda" or torch.cuda.is_initialized() else "fork"
     problem: str | None = None
     try:
         run_ranks(
             run_trials,
             tuple(names),
-            world_size=wanted.world_size,
-            device=wanted.device,
+            world_size=settings.world_size,
+            device=settings.device,
             timeout_s=longest_s,
-            on_progress=_watcher(wanted, store, bar),
+            on_progress=_watcher(settings, store, bar),
             store=store,
-            preload=wanted.preload,
+            preload=settings.preload,
             start_method=start_method,
         )
     except ToolError as error:
         problem = _shorten(str(error))
     for name in names:
-        ranks = range(wanted.world_size)
+        ranks = range(settings.world_size)
         keys = {r: verdict_key(name, r) for r in ranks}
         verdicts = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         missing = [rank for rank in ranks if rank not in verdicts]
@@ -184,20 +160,20 @@ def _shorten(text: str) -> str:
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:_MOST_TEXT]
 
 
-def _kill_a_rank(wanted: Verification) -> Finding:
+def _kill_a_rank(settings: _Settings) -> Finding:
     """Kill a rank of a script; check that all others name it and all processes exit."""
-    victim = wanted.world_size - 1
+    victim = settings.world_size - 1
     if not victim:
         return Finding("PASS", KILLED, "not applicable: one rank has no peers")
     try:
         found = run_to_fault(
             "custom_ddp",
-            wanted.world_size,
+            settings.world_size,
             fault="kill",
             victim=victim,
-            timeout_s=wanted.timeout_s * _STARTING / 2,
-            accelerator=wanted.device,
-            preload=wanted.preload,
+            timeout_s=settings.timeout_s * _STARTING / 2,
+            accelerator=settings.device,
+            preload=settings.preload,
         )
     except ToolError as error:
         return Finding("FAIL", KILLED, _shorten(str(error)))
