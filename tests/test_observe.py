@@ -18,7 +18,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.callbacks import CommunicationMonitor, summarize
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
-from lightning_ddp.telemetry.timeline import SlowRanks, lateness, median_us
+from lightning_ddp.telemetry.timeline import SlowRanks, lateness, median_late
 
 MS = 1_000_000
 
@@ -72,7 +72,7 @@ def test_what_is_logged_are_medians_over_the_interval() -> None:
 def test_lateness_is_the_slack_that_a_rank_lacks() -> None:
     late = lateness({0: [50, 40, None], 1: [10, 60, 5], 2: [30, 50]})
     assert late == {0: [0, 20, None], 1: [40, 0, 0], 2: [20, 10, None]}
-    assert median_us(late) == {0: 10.0, 1: 0.0, 2: 15.0}
+    assert median_late(late) == {0: 10.0, 1: 0.0, 2: 15.0}
 
 
 def test_a_rank_is_slow_after_so_many_steps_in_a_row_and_again_when_they_have_doubled() -> None:
@@ -180,7 +180,7 @@ def test_a_late_rank_lacks_slack_whatever_its_clock_says() -> None:
             model(torch.ones(2, 8)).sum().backward()
         return [record.slack_ns and record.slack_ns // 1000 for record in recorder.records]
 
-    late = median_us(lateness(dict(enumerate(run_threads(rank_main, 2)))))
+    late = median_late(lateness(dict(enumerate(run_threads(rank_main, 2)))))
     assert late[1] > late[0]
     assert late[1] > 10_000
 

@@ -164,7 +164,7 @@ def test_the_report_of_a_run_is_one_page_with_all_that_it_needs(tmp_path: Path, 
     assert main(["report", str(tmp_path / "a <run>"), "--page", str(target)]) == 0
     text = target.read_text()
     assert "Run a &lt;run&gt;: 2 ranks, steps 0 to 2" in text
-    assert "<td>1</td><td>host1</td><td>100.00</td><td>10.00</td><td>3.00</td><td>0.00</td>" in text
+    assert re.search(r"^1 +host1 +100\.00 +10\.00 +3\.00 +0\.00", text, re.MULTILINE)
     assert text.count("<svg") == text.count("</svg>") == 2, "the charts and the timeline"
     assert re.search(r"<script|<link|src=|href=\"[^#]", text) is None, "nothing is loaded"
     assert [kind for kind, (color, _) in KINDS.items() if color not in text] == []

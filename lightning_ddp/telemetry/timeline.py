@@ -44,11 +44,6 @@ class Change:
     cause: str
     """Cause in one line; empty if nothing failed."""
 
-    @property
-    def why(self) -> str:
-        """The cause, or a phrase for a change without a failure."""
-        return self.cause or ("asked to leave" if self.lost_ranks else "new processes")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
@@ -119,25 +114,25 @@ def _step(*, buckets: Sequence[Mapping[str, Any]], **values: Any) -> StepRecord:
 
 
 Lateness = Mapping[int, Sequence[int | None]]
-"""Microseconds after the first rank in successive steps, by rank; None if unknown."""
+"""Time after the first rank in successive steps, by rank; None if unknown."""
 
 
-def lateness(slacks_us: Mapping[int, Sequence[int | None]]) -> Lateness:
-    """Compare the slacks of all ranks, step by step.
+def lateness(slacks: Mapping[int, Sequence[int | None]]) -> Lateness:
+    """Compare the slacks of all ranks, step by step; the result has their unit.
 
     >>> lateness({0: [50, 40], 1: [10, None]})
     {0: [0, 0], 1: [40, None]}
     """
-    late: dict[int, list[int | None]] = {rank: [] for rank in slacks_us}
-    for now in zip_longest(*slacks_us.values()):
+    late: dict[int, list[int | None]] = {rank: [] for rank in slacks}
+    for now in zip_longest(*slacks.values()):
         most = max((slack for slack in now if slack is not None), default=0)
-        for rank, slack in zip(slacks_us, now, strict=True):
+        for rank, slack in zip(slacks, now, strict=True):
             late[rank].append(None if slack is None else most - slack)
     return late
 
 
-def median_us(late: Lateness) -> dict[int, float]:
-    """Return the median in microseconds over the steps, by rank, without unknown ranks."""
+def median_late(late: Lateness) -> dict[int, float]:
+    """Return the median over the steps, by rank, without unknown ranks."""
     known = {rank: [v for v in values if v is not None] for rank, values in late.items()}
     return {rank: statistics.median(values) for rank, values in known.items() if values}
 

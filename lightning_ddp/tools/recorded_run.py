@@ -31,7 +31,7 @@ from lightning_ddp.telemetry.timeline import (
     save,
 )
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import add_shared, output_path, positive_int
+from lightning_ddp.tools.command_line import add_shared, format_table, output_path, positive_int
 from lightning_ddp.tools.drawing import picture_path, save_panels
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP, OURS, TrainingRun, build_workload
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
@@ -39,7 +39,8 @@ from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 Points = Sequence[tuple[int, float]]
 """Steps with a value of each."""
 
-_NS_PER_MS, _US_PER_MS, _MB = 1e6, 1e3, 1e6
+_FOLDER_HELP = "folder that CommunicationMonitor(timeline=FOLDER) has written"
+_NS_PER_MS, _MB = 1e6, 1e6
 _MOST_RANKS, _NUM_STEPS = 8, 4
 _WIDTH = 13.0  # of a timeline in inches
 _NARROWEST_TEXT = 0.045  # fraction of the width that a name needs
@@ -65,12 +66,7 @@ class Timeline:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `timeline`."""
-        parser.add_argument(
-            "folder",
-            nargs="?",
-            type=Path,
-            help="folder that CommunicationMonitor(timeline=FOLDER) has written",
-        )
+        parser.add_argument("folder", nargs="?", type=Path, help=_FOLDER_HELP)
         text = "Chrome trace file to write (default: %(default)s)"
         parser.add_argument("--trace", type=output_path, default="timeline.json", metavar="PATH", help=text)
         text = "PNG, SVG or PDF file to write (default: %(default)s)"
@@ -92,10 +88,8 @@ class Timeline:
                 run_ranks(record_steps, settings, **options)
             recordings = load_folder(folder)
         lanes = lanes_of(recordings, num_steps=args.steps)
-        if not any(lane.spans for lane in lanes):
-            raise ToolError("the ranks have no step in common")
-        args.trace.write_text(json.dumps(chrome_trace(lanes)))
         draw_lanes(lanes, args.picture)
+        args.trace.write_text(json.dumps(chrome_trace(lanes)))
         for recording in recordings:
             steps = recording.steps[-args.steps :]
             exposed_ms = 1e3 * statistics.mean(step.exposed_s for step in steps)
@@ -114,6 +108,8 @@ class Timeline:
 def draw_lanes(lanes: Sequence[Lane], path: Path) -> None:
     """Draw the spans of all ranks, from the top down, with a row of computation and rows of buckets each."""
     steps = [span.step for lane in lanes for span in lane.spans]
+    if not steps:
+        raise ToolError("the ranks have no step in common")
     title = f"Steps {min(steps)} to {max(steps)}: computation and bucket communication of each rank"
     height = 1.2 + 0.28 * sum(lane.num_rows + 1 for lane in lanes)
     save_panels(path, {"": partial(_draw_lanes, lanes)}, title=title, height=height, width=_WIDTH)
@@ -190,8 +186,7 @@ class Report:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `report`."""
-        text = "folder that CommunicationMonitor(timeline=FOLDER) has written"
-        parser.add_argument("folder", type=Path, help=text)
+        parser.add_argument("folder", type=Path, help=_FOLDER_HELP)
         text = "HTML page to write (default: %(default)s)"
         parser.add_argument("--page", type=output_path, default="report.html", metavar="PATH", help=text)
 
@@ -218,24 +213,22 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
     changes = max((recording.changes for recording in recordings), key=len)
     late = _late_ms(recordings)
     values = {recording.rank: _values(recording, late[recording.rank]) for recording in recordings}
+    steps = [change.step for change in changes if first <= change.step <= last]
+    charts = {
+        name: partial(_draw_series, {rank: of[name] for rank, of in values.items()}, steps)
+        for name in values[recordings[0].rank]
+    }
     lanes = lanes_of(recordings[:_MOST_RANKS], num_steps=_NUM_STEPS)
     with tempfile.TemporaryDirectory() as scratch:
-        charts, timeline = Path(scratch, "charts.svg"), Path(scratch, "timeline.svg")
-        steps = [change.step for change in changes if first <= change.step <= last]
-        panels = {
-            name: partial(_draw_series, {rank: of[name] for rank, of in values.items()}, steps)
-            for name in values[recordings[0].rank]
-        }
-        save_panels(charts, panels, title="", height=3.0)
+        pictures = [Path(scratch, "charts.svg"), Path(scratch, "timeline.svg")]
+        save_panels(pictures[0], charts, title="", height=3.0)
         if any(lane.spans for lane in lanes):
-            draw_lanes(lanes, timeline)
-        pictures = [path.read_text(encoding="utf-8") for path in (charts, timeline) if path.exists()]
-    body = [f"<h1>{heading}</h1>", _medians(recordings, values), _history(changes)]
-    body += [picture[picture.index("<svg") :] for picture in pictures]
+            draw_lanes(lanes, pictures[1])
+        drawn = [picture.read_text(encoding="utf-8") for picture in pictures if picture.exists()]
+    parts = [_medians(recordings, values), _history(changes), *(svg[svg.index("<svg") :] for svg in drawn)]
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>body'
-        "{font:15px/1.5 sans-serif;max-width:1000px;margin:auto}td,th{padding:.2em 1em;text-align:right}svg"
-        f"{{width:100%;height:auto}}</style></head><body>{''.join(body)}</body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>svg'
+        f"{{width:100%;height:auto}}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
     )
 
 
@@ -257,11 +250,10 @@ def _values(recording: Recording, late_ms: Points) -> dict[str, Points]:
 def _late_ms(recordings: Sequence[Recording]) -> dict[int, Points]:
     """Return the delays of each rank's gradients after the first rank's, by rank."""
     common = sorted(set.intersection(*({step.step for step in r.steps} for r in recordings)))
-    slacks = {r.rank: {s.step: s.slack_ns for s in r.steps} for r in recordings}
-    us = {r: [v and v // 1000 for v in (by[n] for n in common)] for r, by in slacks.items()}
+    slacks = {r.rank: [step.slack_ns for step in r.steps if step.step in common] for r in recordings}
     return {
-        rank: [(n, v / _US_PER_MS) for n, v in zip(common, values, strict=True) if v is not None]
-        for rank, values in lateness(us).items()
+        rank: [(n, late / _NS_PER_MS) for n, late in zip(common, values, strict=True) if late is not None]
+        for rank, values in lateness(slacks).items()
     }
 
 
@@ -281,9 +273,9 @@ def _medians(recordings: Sequence[Recording], values: Mapping[int, Mapping[str, 
     for recording in recordings:
         columns = ([value for _, value in points] for points in values[recording.rank].values())
         cells = (f"{statistics.median(column):.2f}" if column else "-" for column in columns)
-        rows.append((recording.rank, recording.host, *cells))
+        rows.append((str(recording.rank), recording.host, *cells))
     names = ("rank", "host", *values[recordings[0].rank])
-    return f"<h2>Medians of the recorded steps</h2>{_table(names, rows)}"
+    return f"<h2>Medians of the recorded steps</h2><pre>{escape(format_table(names, rows))}</pre>"
 
 
 def _history(changes: Sequence[Change]) -> str:
@@ -294,17 +286,11 @@ def _history(changes: Sequence[Change]) -> str:
     for change in changes:
         ranks = (", ".join(map(str, ranks)) or "-" for ranks in (change.lost_ranks, change.joined_ranks))
         sizes = f"{change.old_world_size} to {change.new_world_size}"
-        rows.append((change.step, sizes, *ranks, f"{change.seconds:.2f}", change.why))
-    seconds = sum(change.seconds for change in changes)
+        why = change.cause or ("asked to leave" if change.lost_ranks else "new processes")
+        rows.append((str(change.step), sizes, *ranks, f"{change.seconds:.2f}", why))
     names = ("from step", "ranks", "lost", "joined", "lost time (s)", "why")
     return (
-        f"<h2>Ranks that were lost or have joined ({seconds:.2f} s lost)</h2>{_table(names, rows)}"
-        "<p>Ranks are numbered as they were before (lost) and are since (joined). A dashed line in the charts"
-        " is a step from which other ranks went on.</p>"
+        f"<h2>Ranks that were lost or have joined</h2><pre>{escape(format_table(names, rows))}</pre><p>Ranks"
+        " are numbered as they were before (lost) and are since (joined). A dashed line in the charts is a"
+        " step from which other ranks went on.</p>"
     )
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in names)
-    lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
