@@ -29,8 +29,8 @@ def mean_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """One bucket in one finite step."""
+class Outcome:
+    """Gradients of all parameters in one finite step, before and after a hook."""
 
     rank: int
     rows: Tensor
@@ -41,38 +41,38 @@ class Bucket:
     """Residual of each rank for the next step: (ranks, elements); zeros if none."""
 
 
-Formula = Callable[[Bucket], Iterator[Claim]]
+Formula = Callable[[Outcome], Iterator[Claim]]
 
 
-def _own(bucket: Bucket) -> Iterator[Claim]:
-    yield Claim("own gradient", bucket.found, bucket.rows[bucket.rank], 0.0)
+def _own(outcome: Outcome) -> Iterator[Claim]:
+    yield Claim("own gradient", outcome.found, outcome.rows[outcome.rank], 0.0)
 
 
 def _mean(relative: float = 0.0, of_largest: float = 0.0, smallest: float = 0.0) -> Formula:
     """Make the formula of a mean of numbers that are rounded before the sum, and once more after it.
 
-    A number's error is relative to itself and to the largest number of its block (here its bucket), plus
+    A number's error is relative to itself and to the largest number of its block (here of all), plus
     `smallest`.
     """
 
-    def check(bucket: Bucket) -> Iterator[Claim]:
-        mean, bound = mean_of(bucket.rows)
-        shares = bucket.rows.double().abs() / len(bucket.rows)
+    def check(outcome: Outcome) -> Iterator[Claim]:
+        mean, bound = mean_of(outcome.rows)
+        shares = outcome.rows.double().abs() / len(outcome.rows)
         largest = shares.amax(1, keepdim=True)
         once = bound + (relative * shares + of_largest * largest + smallest).sum(0)
         sent = mean.abs() + once
-        yield Claim("mean", bucket.found, mean, once + relative * sent + of_largest * sent.max() + smallest)
+        yield Claim("mean", outcome.found, mean, once + relative * sent + of_largest * sent.max() + smallest)
 
     return check
 
 
-def _with_feedback(bucket: Bucket) -> Iterator[Claim]:
+def _with_feedback(outcome: Outcome) -> Iterator[Claim]:
     """Claim that something is sent, and that all that is not sent is in the residuals."""
-    mean, bound = mean_of(bucket.rows)
-    kept, kept_bound = mean_of(bucket.residuals)
-    slack = bound + kept_bound + 4 * _EPS * bucket.found.abs()
-    yield Claim("gradient plus mean residual", bucket.found + kept, mean, slack)
-    yield Claim("a gradient that is not zero", bucket.found.any(), torch.tensor(True), 0.0)
+    mean, bound = mean_of(outcome.rows)
+    kept, kept_bound = mean_of(outcome.residuals)
+    slack = bound + kept_bound + 4 * _EPS * outcome.found.abs()
+    yield Claim("gradient plus mean residual", outcome.found + kept, mean, slack)
+    yield Claim("a gradient that is not zero", outcome.found.any().view(1), torch.ones(1), 0.0)
 
 
 HOOKS: Final[Mapping[str, tuple[Mapping[str, Any], Formula]]] = {

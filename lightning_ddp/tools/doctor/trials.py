@@ -1,7 +1,6 @@
-"""Trials of `doctor --verify` in the ranks: small models, compared to torch's DDP and to formulas.
+"""Trials of `doctor --verify` in the ranks: training of a small model, compared to torch's DDP and formulas.
 
-A trial trains independently, from the same weights on all ranks, and has a verdict on each rank. Comparisons
-come after communication, so that a rank that finds a difference does not leave the others waiting. All that
+Comparisons come after communication, so that a rank that finds a difference leaves no other waiting. All that
 is compared to is computed on the CPU, but for torch's DDP.
 """
 
@@ -12,7 +11,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import build_averager
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.tools.command_line import paired_ratio
-from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Bucket, Claim, mean_of
+from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Claim, Outcome, mean_of
 from lightning_ddp.tools.models import TrainingRun, build_workload, compute_loss
 from lightning_ddp.tools.ranks import RankContext, synchronize, timed
 
@@ -42,8 +41,6 @@ _NUM_HOOK_STEPS: Final = 7
 _OVERFLOWS_AT: Final = 4
 _NUM_GLOBAL_STEPS: Final = 2
 _NUM_LOCAL_STEPS: Final = 7  # the last one is no end of a period
-_NOISE: Final = {"cpu": 1e-6, "cuda": 1e-3}
-"""Allowed difference of a backward from the CPU's, relative to the largest gradient, by type of device."""
 _SPEED_S: Final = 4.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _SLOW_RATIO: Final = 1.5
@@ -71,40 +68,44 @@ def _model() -> nn.Module:
 
 @dataclass
 class Verdict:
-    """Result of a trial on this rank: its first problem, and the largest error otherwise."""
+    """Result of a trial on this rank: its first problem, or a text for the report."""
 
     problem: str | None = None
-    """Description of the first problem; None without one."""
-    largest: float = 0.0
-    """Largest error, relative to its bound."""
-    num_values: int = 0
-    """Number of compared numbers."""
     figure: str | None = None
-    """Text for the report instead of these; None for these."""
+    """Text for the report; None for the numbers compared."""
     is_slow: bool = False
     """True if a measured time deserves a warning."""
+    num_values: int = 0
+    """Number of compared numbers."""
+    largest: float = 0.0
+    """Their largest error, relative to its bound."""
 
     def fail(self, problem: str) -> None:
         """Record a problem, unless there is one already."""
         self.problem = self.problem or problem
 
-    def check(self, where: str, claim: Claim) -> None:
-        """Compare numbers with their bounds, on the CPU; a non-finite number is a problem."""
+    def check(self, where: str, claim: Claim, module: nn.Module | None = None) -> None:
+        """Compare numbers with their bounds, on the CPU; those of all parameters of `module`, if given.
+
+        A non-finite number is a problem.
+        """
         found, expected = (tensor.detach().cpu().double() for tensor in (claim.found, claim.expected))
-        bound = torch.as_tensor(claim.bound, dtype=torch.float64).cpu().expand_as(found)
+        bound = torch.as_tensor(claim.bound, dtype=torch.float64).expand_as(found)
         error = (found - expected).abs()
         self.num_values += found.numel()
         is_wrong = ~(error <= bound)
         if bool(is_wrong.any()):
             at = int((error - bound).nan_to_num(nan=math.inf, posinf=math.inf).flatten().argmax())
+            if module is not None:
+                names = [name for name, p in module.named_parameters() for _ in range(p.numel())]
+                where = f"{where}, {names[at]}"
             self.fail(
                 f"{where}: {claim.what} is {float(found.flatten()[at]):.6g} where"
                 f" {float(expected.flatten()[at]):.6g} +/- {float(bound.flatten()[at]):.1g} is expected"
                 f" ({int(is_wrong.sum())} of {found.numel()} numbers are wrong)"
             )
         else:
-            share = torch.where(bound > 0, error / bound, 0.0)
-            self.largest = max(self.largest, float(share.max()))
+            self.largest = max(self.largest, float(torch.where(bound > 0, error / bound, 0.0).max()))
 
     def to_json(self) -> str:
         """Return the verdict as JSON for the parent process."""
@@ -119,6 +120,11 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
+
+    @property
+    def noise(self) -> float:
+        """Allowed difference of a backward from the CPU's, relative to the largest gradient."""
+        return 1e-6 if self.device.type == "cpu" else 1e-3
 
     def build(self) -> nn.Module:
         """Build the model on the device, with the same weights on all ranks."""
@@ -192,17 +198,9 @@ class _Training:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=_LR, momentum=0.9)
         self.hook: Any = None
         self.averager: Any = None
-        self.seen: list[tuple[tuple[str, ...], Tensor]] = []
-        """Names of the parameters and flat gradient of each bucket that the hook got in the last backward."""
-
-    def reduce(self, state: object, bucket: Any) -> Any:
-        """Keep a copy of the bucket, and pass it to the hook."""
-        self.seen.append((bucket.names, bucket.buffer().clone()))
-        return self.hook(state, bucket)
 
     def backward(self, batch: Tensor) -> None:
         """Compute new gradients, and average them unless training is local now."""
-        self.seen.clear()
         is_local = self.averager is not None and not self.averager.averages_gradients
         with self.wrapper.no_sync() if is_local else nullcontext():
             self.optimizer.zero_grad()
@@ -225,28 +223,31 @@ def _ours(ranks: Ranks, *, flags: Mapping[str, Any] = {}, hook: str = "", averag
     group = training.wrapper.process_group
     if hook:
         training.hook = build_hook({"name": hook, **HOOKS[hook][0]}, group, ranks.device)
-        training.wrapper.register_comm_hook(None, training.reduce)
+        training.wrapper.register_comm_hook(None, training.hook)
     if averager:
         spec = {"name": averager, "start_step": _NUM_GLOBAL_STEPS, **AVERAGERS[averager]}
         training.averager = build_averager(spec, training.module, [training.optimizer], group)
     return training
 
 
-def _local_gradients(module: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+def _flat(tensors: Iterable[Any]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).cpu()
+
+
+def _weights(module: nn.Module) -> Tensor:
+    return _flat(module.parameters())
+
+
+def _gradients(module: nn.Module) -> Tensor:
+    return _flat(parameter.grad for parameter in module.parameters())
+
+
+def _local_gradients(module: nn.Module, batch: Tensor) -> Tensor:
     """Compute the gradients of this rank alone on the CPU, without a change of the module."""
     alone = copy.deepcopy(module).cpu()
     alone.zero_grad(set_to_none=True)
     compute_loss(alone(batch.cpu())).backward()
-    return {name: _gradient(parameter) for name, parameter in alone.named_parameters()}
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "a parameter has no gradient after backward"
-    return parameter.grad
-
-
-def _flat(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()]).cpu()
+    return _gradients(alone)
 
 
 # ---------------------------------------------------------------------- gradients
@@ -261,29 +262,23 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
     # The sums of two ranks have one order; else the terms may cancel, so the bound is that of the largest.
     tolerance = 0.0 if ranks.size <= 2 else 1e-5
     for step in range(_NUM_STEPS):
-        batch = ranks.batch(step)
-        alone = _local_gradients(ours.module, batch)
-        rows = ranks.gather(torch.cat([grad.flatten() for grad in alone.values()]))
-        scale = float(rows.abs().max())
+        where, batch = f"step {step}", ranks.batch(step)
+        rows = ranks.gather(_local_gradients(ours.module, batch))
         for training in (ours, theirs):
             training.backward(batch)
-        pieces = rows.split([grad.numel() for grad in alone.values()], dim=1)
-        parameters = zip(ours.module.named_parameters(), theirs.module.parameters(), pieces, strict=True)
-        for (name, parameter), other, piece in parameters:
-            where, found = f"step {step}, {name}", _gradient(parameter).flatten()
-            mean, bound = mean_of(piece)
-            verdict.check(where, Claim("mean", found, mean, bound + _NOISE[ranks.device.type] * scale))
-            claim = Claim("value beside torch's", found, _gradient(other).flatten(), tolerance * scale)
-            verdict.check(where, claim)
+        found, scale = _gradients(ours.module), float(rows.abs().max())
+        mean, bound = mean_of(rows)
+        verdict.check(where, Claim("mean", found, mean, bound + ranks.noise * scale), ours.module)
+        claim = Claim("value beside torch's", found, _gradients(theirs.module), tolerance * scale)
+        verdict.check(where, claim, ours.module)
         for training in (ours, theirs):
             training.optimizer.step()
     for training in (ours, theirs):
         training.wrapper.eval()
         training.wrapper(ranks.batch(0))  # synchronizes the buffers
-    for (name, found), expected in zip(
-        ours.module.state_dict().items(), theirs.module.state_dict().values(), strict=True
-    ):
-        claim = Claim("value beside torch's", found, expected, tolerance * float(expected.abs().max()))
+    state = ours.module.state_dict()
+    for name, expected in theirs.module.state_dict().items():
+        claim = Claim("value beside torch's", state[name], expected, tolerance * float(expected.abs().max()))
         verdict.check(f"at the end, {name}", claim)
 
 
@@ -293,70 +288,59 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
 def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
     """Check each step with the hook's formula; an overflow must affect all ranks, but not the state."""
     training = _ours(ranks, hook=name)
-    parameters = dict(training.module.named_parameters())
-    first = next(iter(parameters.values()))
+    module, hook = training.module, training.hook
     for step in range(_NUM_HOOK_STEPS):
         where, batch = f"step {step}", ranks.batch(step)
-        alone = _local_gradients(training.module, batch)
-        before = training.hook.state_dict()
+        alone = _local_gradients(module, batch)
+        before = hook.state_dict()
         is_over = step == _OVERFLOWS_AT
-        with _overflow(first) if is_over and ranks.rank == ranks.size - 1 else nullcontext():
+        with _overflow(module) if is_over and ranks.rank == ranks.size - 1 else nullcontext():
             training.backward(batch)
-        after = training.hook.state_dict()
+        found, after = _gradients(module), hook.state_dict()
         if is_over:
             if name != "noop":
-                _check_overflow(verdict, where, first, before, after)
+                _check_overflow(verdict, where, found, before, after)
             continue
-        absent = parameters.keys() - {found for names, _ in training.seen for found in names}
-        if absent:
-            verdict.fail(f"{where}: no bucket has {', '.join(sorted(absent))}")
-        for names, flat in training.seen:
-            own = torch.cat([alone[n].flatten() for n in names])
-            bound = _NOISE[ranks.device.type] * float(own.abs().max())
-            verdict.check(where, Claim("gradient in the bucket", flat, own, bound))
-            bucket = Bucket(
-                rank=ranks.rank,
-                rows=ranks.gather(flat.cpu() + _residual(before, names, parameters)),
-                found=torch.cat([_gradient(parameters[n]).flatten() for n in names]).cpu(),
-                residuals=ranks.gather(_residual(after, names, parameters)),
-            )
-            for claim in HOOKS[name][1](bucket):
-                verdict.check(f"{where}, {names[0]} to {names[-1]}", claim)
-            result = ranks.gather(bucket.found)[0]
-            if name != "noop":
-                verdict.check(where, Claim("result beside rank 0's", bucket.found, result, 0.0))
+        rows = ranks.gather(alone + _residual(before, module))
+        residuals = ranks.gather(_residual(after, module))
+        noise = ranks.noise * float(rows.abs().max())
+        for claim in HOOKS[name][1](Outcome(rank=ranks.rank, rows=rows, found=found, residuals=residuals)):
+            verdict.check(where, claim._replace(bound=claim.bound + noise), module)
+        first = ranks.gather(found)[0]
+        if name != "noop":
+            verdict.check(where, Claim("result beside rank 0's", found, first, 0.0), module)
         training.optimizer.step()
 
 
 @contextmanager
-def _overflow(parameter: Tensor) -> Iterator[None]:
-    """Make the parameter's gradient infinite."""
-    handle = parameter.register_hook(lambda gradient: gradient * math.inf)
+def _overflow(module: nn.Module) -> Iterator[None]:
+    """Make the gradient of the first parameter, in the last bucket, infinite."""
+    handle = next(module.parameters()).register_hook(lambda gradient: gradient * math.inf)
     yield
     handle.remove()
 
 
 def _check_overflow(
-    verdict: Verdict, where: str, first: Tensor, before: Mapping[str, Any], after: Mapping[str, Any]
+    verdict: Verdict, where: str, found: Tensor, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> None:
-    if bool(torch.isfinite(_gradient(first)).all()):
+    if math.isfinite(found[0]):
         verdict.fail(f"{where}: a gradient that overflowed on one rank is finite on another")
     if before["step"] != after["step"]:
         verdict.fail(f"{where}: a step that overflowed was counted")
-    if _tensors(before) != _tensors(after):
+    if _values(before) != _values(after):
         verdict.fail(f"{where}: a step that overflowed has changed the state")
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[tuple[str, str], list[Any]]:
-    found = state.get("tensors", {})
-    return {(name, key): value.tolist() for name in found for key, value in found[name].items()}
+def _values(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a hook's tensors as lists, which compare by value."""
+    return {n: {k: t.tolist() for k, t in of.items()} for n, of in state.get("tensors", {}).items()}
 
 
-def _residual(state: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return a hook's residuals of a bucket's parameters; zeros if none."""
-    tensors = state.get("tensors", {})
-    found = [tensors.get(name, {}).get("error", torch.zeros(parameters[name].numel())) for name in names]
-    return torch.cat([piece.flatten() for piece in found])
+def _residual(state: Mapping[str, Any], module: nn.Module) -> Tensor:
+    """Return a hook's residuals of all parameters; zeros if none."""
+    kept = state.get("tensors", {})
+    named = module.named_parameters()
+    return _flat(kept.get(name, {}).get("error", torch.zeros(p.numel())) for name, p in named)
 
 
 # ---------------------------------------------------------------------- averagers
@@ -371,17 +355,17 @@ def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
         is_local = not averager.averages_gradients
         training.backward(ranks.batch(_NUM_GLOBAL_STEPS + local_step))
         training.optimizer.step()
-        rows = ranks.gather(_flat(module)).double()
+        rows = ranks.gather(_weights(module)).double()
         averager.step(training.optimizer)
         if is_local and local_step % 2 == 0:
             means[local_step + AVERAGERS[name].get("delay", 0)] = rows.mean(0)
         expected, bound = rows[ranks.rank if is_local else 0], 0.0
         if local_step in means:
             expected, bound = means[local_step], _rounding(rows)
-        verdict.check(f"local step {local_step}", Claim("parameters", _flat(module), expected, bound))
-    rows = ranks.gather(_flat(module))
+        verdict.check(f"local step {local_step}", Claim("parameters", _weights(module), expected, bound))
+    rows = ranks.gather(_weights(module))
     averager.agree()
-    claim = Claim("agreed parameters", _flat(module), mean_of(rows)[0], _rounding(rows))
+    claim = Claim("agreed parameters", _weights(module), mean_of(rows)[0], _rounding(rows))
     verdict.check("at the end", claim)
     for key, found in module.state_dict().items():
         first = ranks.gather(found.flatten())[0]
