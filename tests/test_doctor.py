@@ -7,7 +7,7 @@ import json
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
 from lightning_ddp.tools.doctor import diagnosis, format_report, machine
-from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place, worst
+from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place
 from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
 
 TORCHRUN = {
@@ -66,21 +66,25 @@ def text_of(findings: list[Finding], check: str) -> str:
 # ---------------------------------------------------------------------- who started the process
 
 
-def test_torchrun_is_recognised_with_what_it_implies():
-    placement = place(TORCHRUN)
-    assert (placement.starter, placement.rank, placement.local_rank) == ("torchrun", 3, 1)
-    assert (placement.world_size, placement.num_nodes, placement.has_agent_store) == (4, 2, True)
-    assert (placement.master_addr, placement.master_port) == ("node0", 29500)
-    assert "Trainer(devices=2, num_nodes=2)" in text_of(list(placement.findings), "torchrun")
-    assert worst(placement.findings) == "PASS"
-
-
-def test_slurm_is_recognised_with_the_address_and_port_that_lightning_takes():
-    placement = place(SLURM)
-    assert (placement.starter, placement.rank, placement.local_rank) == ("slurm", 5, 1)
-    assert (placement.world_size, placement.num_nodes) == (8, 2)
-    assert (placement.master_addr, placement.master_port) == ("gpu-07", 15000 + 4711)
-    assert "Trainer(devices=4, num_nodes=2)" in text_of(list(placement.findings), "SLURM")
+@pytest.mark.parametrize(
+    ("env", "starter", "ranks", "master", "advice"),
+    [
+        (TORCHRUN, "torchrun", (3, 1, 4, 2), ("node0", 29500), "Trainer(devices=2, num_nodes=2)"),
+        # SLURM's address and port as Lightning takes them
+        (SLURM, "slurm", (5, 1, 8, 2), ("gpu-07", 15000 + 4711), "Trainer(devices=4, num_nodes=2)"),
+        ({"SLURM_JOB_ID": "1"}, "nobody", (0, 0, 1, 1), (None, None), "Lightning starts processes itself"),
+        ({**SLURM, "SLURM_JOB_NAME": "bash"}, "nobody", (0, 0, 1, 1), (None, None), "is interactive"),
+    ],
+)
+def test_the_launcher_is_recognized_with_what_it_implies(env, starter, ranks, master, advice):
+    here = place(env)
+    assert here.starter == starter
+    assert (here.rank, here.local_rank, here.world_size, here.num_nodes) == ranks
+    assert (here.master_addr, here.master_port) == master
+    assert here.has_agent_store == (starter == "torchrun")
+    (finding,) = here.findings
+    assert finding.level == "PASS"
+    assert advice in finding.message
 
 
 @pytest.mark.parametrize(
@@ -102,11 +106,6 @@ def test_variables_that_contradict_each_other_fail(env, num_nodes, complaint):
     placement = place(env, num_nodes)
     failed = [finding.message for finding in placement.findings if finding.level == "FAIL"]
     assert any(complaint in message for message in failed), failed
-
-
-def test_without_variables_or_in_an_interactive_slurm_job_the_process_is_alone():
-    for env in ({}, {**SLURM, "SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_ID": "1"}):
-        assert (place(env).starter, place(env).world_size) == ("nobody", 1)
 
 
 # ---------------------------------------------------------------------- checks
@@ -240,6 +239,15 @@ def bound_port(*, listens: bool) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+@pytest.fixture
+def set_master(monkeypatch) -> Callable[..., None]:
+    def set_variables(rank: int, address: str, port: int) -> None:
+        for name, value in (("NODE_RANK", rank), ("MASTER_ADDR", address), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
 def doctor(capsys: Any, *args: str) -> tuple[int, list[str]]:
     status = main(["doctor", "--timeout-s", "5", *args])
     return status, capsys.readouterr().out.splitlines()
@@ -262,10 +270,9 @@ def test_alone_everything_is_looked_at_and_nothing_fails(capsys):
     assert lines[-1].startswith(("PASS: ", "WARN: "))
 
 
-def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(capsys, monkeypatch):
+def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(capsys, set_master):
     with bound_port(listens=False) as port:
-        for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
-            monkeypatch.setenv(name, str(value))
+        set_master(1, "127.0.0.1", port)
         status, lines = doctor(capsys, "--timeout-s", "2")
     assert status == 1
     (line,) = [line for line in lines if line.startswith("FAIL  ")]
@@ -274,12 +281,11 @@ def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(ca
     assert lines[-1].startswith("FAIL: ")
 
 
-def test_a_master_is_waited_for(monkeypatch, capsys):
+def test_a_master_is_waited_for(monkeypatch, capsys, set_master):
     with closing(socket.socket()) as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
-            monkeypatch.setenv(name, str(value))
+        set_master(1, "127.0.0.1", port)
         problems = []
 
         def connect_problem(*args: Any) -> str | None:
@@ -302,19 +308,17 @@ def test_a_master_is_waited_for(monkeypatch, capsys):
         ("203.0.113.9", "203.0.113.9 is not an address of this host"),
     ],
 )
-def test_rank_0_says_why_it_cannot_be_the_master(address, complaint, capsys, monkeypatch):
+def test_rank_0_says_why_it_cannot_be_the_master(address, complaint, capsys, set_master):
     with bound_port(listens=True) as port:
-        for name, value in (("NODE_RANK", 0), ("MASTER_ADDR", address), ("MASTER_PORT", port)):
-            monkeypatch.setenv(name, str(value))
+        set_master(0, address, port)
         status, lines = doctor(capsys)
     assert status == 1
     assert any(complaint in line and str(port) in line for line in lines if line.startswith("FAIL  "))
 
 
-def test_a_free_port_is_opened_by_rank_0(capsys, monkeypatch):
+def test_a_free_port_is_opened_by_rank_0(capsys, set_master):
     with bound_port(listens=False) as port:
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
+        set_master(0, "127.0.0.1", port)
         status, lines = doctor(capsys, "--timeout-s", "60", "--json")
     document = json.loads("\n".join(lines))
     assert (status, document["verdict"]) in {(0, "PASS"), (0, "WARN")}
@@ -331,10 +335,9 @@ def test_missing_variables_fail_at_once(capsys, monkeypatch):
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
-def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, monkeypatch):
+def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, set_master):
     """In a network of its own, on a cable whose other end nobody holds."""
-    for name, value in (("NODE_RANK", "1"), ("MASTER_ADDR", "10.197.41.2"), ("MASTER_PORT", "29500")):
-        monkeypatch.setenv(name, value)
+    set_master(1, "10.197.41.2", 29500)
     outcome: list[Any] = []
 
     def lonely() -> None:

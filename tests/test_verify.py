@@ -115,16 +115,6 @@ def set_divisor(self, divisor):
 Reduction.set_divisor = set_divisor
 """
 
-SKIPPED_BUCKET = """
-from lightning_ddp.ddp.reduction import Reduction
-
-sound = Reduction.launch
-def launch(self, bucket, *rest):
-    if bucket.index() != 1:
-        sound(self, bucket, *rest)
-Reduction.launch = launch
-"""
-
 RESIDUAL_AFTER_OVERFLOW = """
 from lightning_ddp.hooks.base import StatefulHook
 
@@ -143,19 +133,6 @@ def remember(self, name, key, value):
     old = self.recall(name, key, value.numel())
     sound(self, name, key, value if old is None or key != "error" else value + old.view_as(value))
 StatefulHook.remember = remember
-"""
-
-COPIED_TOO_LATE = """
-from lightning_ddp.ddp.reduction import Reduction
-
-launch, wait = Reduction.launch, Reduction.wait
-def keep(self, bucket, *rest):
-    bucket.kept = bucket.flat.clone()
-    launch(self, bucket, *rest)
-def copy(self, bucket, *rest):
-    wait(self, bucket, *rest)
-    bucket.flat[:5].copy_(bucket.kept[:5])
-Reduction.launch, Reduction.wait = keep, copy
 """
 
 UNREPORTED_DEATH = """
@@ -204,14 +181,6 @@ NoOp.run = run
     [
         pytest.param(WRONG_DIVISOR, ["gradients"], trials_of("cpu"), "mean is .* is expected", id="divisor"),
         pytest.param(
-            SKIPPED_BUCKET,
-            ["gradients, defaults", "hook topk"],
-            {"gradients, defaults", "hook topk"},
-            r"step 0, \d+\.\w+: (mean|gradient plus mean residual) is .* is expected",
-            id="bucket",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             RESIDUAL_AFTER_OVERFLOW,
             ["hook"],
             {"hook topk", "hook randomk", "hook sign", "hook powersgd"},
@@ -225,14 +194,6 @@ NoOp.run = run
             {"hook topk", "hook sign"},
             "step 1, .*residual is .* is expected",
             id="residual-never",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            COPIED_TOO_LATE,
-            ["gradients, defaults", "hook fp16"],
-            {"gradients, defaults", "hook fp16"},
-            r"step 0, .*is expected",
-            id="late-copy",
             marks=pytest.mark.slow,
         ),
         pytest.param(
