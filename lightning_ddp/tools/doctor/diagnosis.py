@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from lightning_ddp.supervise.disagreement import join_ranks
 from lightning_ddp.tools.doctor.machine import Finding, Level
 
+T = TypeVar("T")
 Answer = Mapping[str, Any]
 """Facts of a rank from `measure.examine`, or from `gather_facts` of a single process."""
 
@@ -34,29 +36,23 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message.
+    """Format ranks for a message, such as 'ranks 0-3, 7'."""
+    return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
 
-    >>> name_ranks([0]), name_ranks([3, 0, 1, 2, 7])
-    ('rank 0', 'ranks 0-3, 7')
-    """
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+def by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Return the ranks of each value."""
+    found: dict[T, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        found[value].append(rank)
+    return found
 
 
 def _differing(values: Mapping[int, Hashable]) -> str | None:
     """Describe values by rank for a message; return None if they are equal."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for rank, value in values.items():
-        found[value].append(rank)
-    if len(found) == 1:
-        return None
-    return "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in found.items())
+    found = by_value(values)
+    texts = (f"{name_ranks(ranks)}: {value}" for value, ranks in found.items())
+    return "; ".join(texts) if len(found) > 1 else None
 
 
 def _check_versions(answers: Sequence[Answer]) -> list[Finding]:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import progress_bar
-from lightning_ddp.tools.doctor.diagnosis import name_ranks
+from lightning_ddp.tools.doctor.diagnosis import by_value, name_ranks
 from lightning_ddp.tools.doctor.machine import Finding, Placement
 from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of, verdict_key
 from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
@@ -131,11 +131,13 @@ def _try(settings: _Settings, names: Sequence[str], bar: Any) -> Iterator[Findin
         keys = {r: verdict_key(name, r) for r in ranks}
         verdicts = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
         missing = [rank for rank in ranks if rank not in verdicts]
+        found = by_value({rank: verdict["problem"] for rank, verdict in verdicts.items()})
+        problems = [f"{name_ranks(those)}: {text}" for text, those in found.items() if text is not None]
         if missing:
             there = f"{name_ranks(missing)} did not finish: {problem}"
-            yield Finding("FAIL", name, "; ".join([*_problems(verdicts), there]))
+            yield Finding("FAIL", name, "; ".join([*problems, there]))
             return
-        problems, first = _problems(verdicts), verdicts[0]
+        first = verdicts[0]
         if problems:
             yield Finding("FAIL", name, "; ".join(problems))
         elif first["is_slow"]:
@@ -143,15 +145,6 @@ def _try(settings: _Settings, names: Sequence[str], bar: Any) -> Iterator[Findin
             yield Finding("WARN", name, message)
         else:
             yield Finding("PASS", name, first["figure"])
-
-
-def _problems(verdicts: dict[int, dict[str, Any]]) -> list[str]:
-    """Return the problems, each with its ranks."""
-    found: dict[str, list[int]] = {}
-    for rank, verdict in verdicts.items():
-        if verdict["problem"] is not None:
-            found.setdefault(verdict["problem"], []).append(rank)
-    return [f"{name_ranks(ranks)}: {problem}" for problem, ranks in found.items()]
 
 
 def _shorten(text: str) -> str:
