@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
@@ -137,8 +137,7 @@ def median_late(late: Lateness) -> dict[int, float]:
     return {rank: statistics.median(values) for rank, values in known.items() if values}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlowRank:
+class SlowRank(NamedTuple):
     """A rank that was late in `num_steps` successive steps."""
 
     rank: int
@@ -177,8 +176,7 @@ class SlowRanks:
         for rank, streak in sorted(self._streaks.items()):
             if streak.num_steps >= streak.next_report:
                 streak.next_report = 2 * streak.num_steps
-                late_us = statistics.median(streak.late_us)
-                found.append(SlowRank(rank=rank, num_steps=streak.num_steps, late_us=late_us))
+                found.append(SlowRank(rank, streak.num_steps, statistics.median(streak.late_us)))
         return found
 
     def _add_step(self, late_us: Mapping[int, int | None], limit_us: float) -> None:
