@@ -124,6 +124,10 @@ def _stdout_kept_for_json() -> Generator[None, None, None]:
         os.close(stdout)
 
 
+class _Problem(Exception):
+    """Failure of a check, after which the checks behind it make no sense: name of the check and message."""
+
+
 class _Examination:
     """Checks of this process, with the findings so far."""
 
@@ -150,41 +154,42 @@ class _Examination:
             timeout_s=self._args.timeout_s,
             interface=self._choose_interface(),
         )
-        if self._args.verify:
-            self._findings += run_checks(self._args, self._here)
-        elif self._args.processes is not None:
-            self._examine_processes(plan)
-        elif self._here.world_size > 1:
-            self._examine_launched(plan)
-        else:
-            self._examine_alone()
+        try:
+            if self._args.verify:
+                self._findings += run_checks(self._args, self._here)
+            elif self._args.processes is not None:
+                self._examine_processes(plan)
+            elif self._here.world_size > 1:
+                self._examine_launched(plan)
+            else:
+                self._examine_alone()
+        except _Problem as problem:
+            self._add("FAIL", *problem.args)
 
     def _examine_alone(self) -> None:
+        message = (
+            "not measured, because this process is alone. Add --processes 2, or start it as you start a run"
+        )
+        self._add("PASS", "all-reduce", message)
         if self._here.master_addr and self._here.master_port and not self._has_failed:
             if self._here.rank == 0:
                 self._host_store()
             else:
                 self._find_master()
-        message = (
-            "not measured, because this process is alone. Add --processes 2, or start it as you start a run"
-        )
-        self._add("PASS", "all-reduce", message)
 
     def _examine_processes(self, plan: Plan) -> None:
-        count = self._args.processes
+        options: dict[str, Any] = {"world_size": self._args.processes, "timeout_s": 4 * plan.timeout_s}
         try:
-            self._answers = run_ranks(
-                _examine_rank, (plan, self._env), world_size=count, timeout_s=4 * plan.timeout_s
-            )
+            self._answers = run_ranks(_examine_rank, (plan, self._env), **options)
         except ToolError as error:
-            self._add("FAIL", "all-reduce", f"{count} processes on this machine: {error}")
+            count = self._args.processes
+            raise _Problem("all-reduce", f"{count} processes on this machine: {error}") from error
 
     def _examine_launched(self, plan: Plan) -> None:
-        found = None if self._has_failed else self._meet()
-        if found is None:
+        if self._has_failed:
             return
-        here = self._here
-        store = dist.PrefixStore(f"doctor/{self._env.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+        here, restart = self._here, self._env.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"doctor/{restart}", self._meet())
 
         def together() -> list[Any]:
             where: dict[str, Any] = {"rank": here.rank, "world_size": here.world_size}
@@ -197,14 +202,13 @@ class _Examination:
         except (RuntimeError, OSError) as error:
             self.is_stuck = True  # the destructor of the group would wait for lost peers
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._add(
-                "FAIL",
+            raise _Problem(
                 "ranks",
                 f"rank {here.rank} of {here.world_size} has the store at {here.master_addr}, port"
                 f" {here.master_port}, but does not find all ranks through"
                 f" {plan.interface or 'the default interface'}: {first_line}. Check that all"
                 f" {here.world_size} are started, and that no firewall closes other ports between them",
-            )
+            ) from error
 
     def _choose_interface(self) -> str | None:
         """Return the user's interface, or that of the route to the master; add a finding about it."""
@@ -222,23 +226,19 @@ class _Examination:
         chosen = named or route
         return chosen if chosen in found else None
 
-    def _meet(self) -> Any | None:
-        """Connect to the store of the ranks; return None, and add a finding, if that fails."""
+    def _meet(self) -> Any:
+        """Connect to the store of the ranks."""
         if self._here.rank == 0 and not self._here.has_agent_store:
             return self._host_store()
         address = self._find_master()
-        if address is None:
-            return None
         try:
             return self._open_store(address, is_host=False)
-        except (OSError, RuntimeError):
-            self._add(
-                "FAIL",
+        except (OSError, RuntimeError) as error:
+            raise _Problem(
                 "master",
                 f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it"
                 " is not the store of this run. Use another MASTER_PORT on all nodes",
-            )
-            return None
+            ) from error
 
     def _open_store(self, address: str, *, is_host: bool) -> Any:
         port, timeout_s = self._here.master_port, self._args.timeout_s
@@ -251,28 +251,28 @@ class _Examination:
             self.is_stuck = True
             raise
 
-    def _host_store(self) -> Any | None:
+    def _host_store(self) -> Any:
         assert self._here.master_addr is not None  # the caller has looked
         where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
         address = resolve(self._here.master_addr, self._args.timeout_s)
         if not is_own_address(address):
             own = ", ".join(f"{a} ({name})" for name, a in addresses().items())
-            message = (
-                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}"
+            raise _Problem(
+                "master",
+                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}."
+                " Use an address that all nodes reach",
             )
-            self._add("FAIL", "master", f"{message}. Use an address that all nodes reach")
-            return None
         try:
             store = self._open_store(address, is_host=True)
         except (OSError, RuntimeError) as error:
             message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]})"
-            self._add("FAIL", "port", f"{message}. Another process uses it. Use another port on all nodes")
-            return None
+            advice = "Another process uses it. Use another port on all nodes"
+            raise _Problem("port", f"{message}. {advice}") from error
         self._add("PASS", "port", f"{where}: free, and opened here")
         return store
 
-    def _find_master(self) -> str | None:
-        """Wait for rank 0 and return its address; after the deadline add a finding, return None."""
+    def _find_master(self) -> str:
+        """Wait for rank 0 and return its address."""
         here, timeout_s = self._here, self._args.timeout_s
         assert here.master_addr is not None  # the findings would say so
         assert here.master_port is not None
@@ -280,16 +280,15 @@ class _Examination:
         interface = interface_to(address) or "no interface"
         where = f"{here.master_addr}, port {here.master_port}, through {interface}"
         problem = wait_until_reached(address, here.master_port, timeout_s)
-        if problem is None:
-            self._add("PASS", "master", f"{where}: answers")
-            return address
-        message = (
-            f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time, use"
-            " the same MASTER_ADDR and MASTER_PORT on all nodes, and open that port in the first node's"
-            " firewall"
-        )
-        self._add("FAIL", "master", message)
-        return None
+        if problem is not None:
+            raise _Problem(
+                "master",
+                f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time,"
+                " use the same MASTER_ADDR and MASTER_PORT on all nodes, and open that port in the first"
+                " node's firewall",
+            )
+        self._add("PASS", "master", f"{where}: answers")
+        return address
 
     def report(self, *, as_json: bool) -> int:
         """Check the gathered facts and print them, unless another rank does; return the exit status."""
