@@ -254,10 +254,8 @@ def doctor(capsys: Any, *args: str) -> tuple[int, list[str]]:
 
 
 def test_a_step_that_blocks_is_given_up_and_an_error_is_passed_on():
-    release = threading.Event()
     with pytest.raises(machine.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
-        machine.within(0.1, "waiting", release.wait)
-    release.set()
+        machine.within(0.1, "waiting", lambda: threading.Event().wait(1))
     with pytest.raises(ZeroDivisionError, match="division"):
         machine.within(5, "dividing", lambda: 1 / 0)
 
@@ -323,13 +321,6 @@ def test_a_free_port_is_opened_by_rank_0(capsys, set_master):
     document = json.loads("\n".join(lines))
     assert (status, document["verdict"]) in {(0, "PASS"), (0, "WARN")}
     assert "port" in {finding["check"] for finding in document["findings"]}
-
-
-def test_missing_variables_fail_at_once(capsys, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    status, lines = doctor(capsys, "--nodes", "2")
-    assert status == 1
-    assert any("NODE_RANK, MASTER_PORT not set" in line for line in lines if line.startswith("FAIL  "))
 
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
