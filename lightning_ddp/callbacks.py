@@ -17,7 +17,15 @@ from lightning_ddp.elastic import WorldChange
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
-from lightning_ddp.telemetry.timeline import Change, Lateness, Recording, SlowRanks, lateness, save
+from lightning_ddp.telemetry.timeline import (
+    Change,
+    Lateness,
+    Recording,
+    SlowRanks,
+    lateness,
+    median_late,
+    save,
+)
 
 __all__ = ["CommunicationMonitor", "WorldChange"]
 
@@ -208,7 +216,7 @@ def _in_a_line(cause: PeerFailure | None) -> str:
 
 
 def _straggler_metrics(known: Lateness) -> dict[str, float]:
-    late_ms = {rank: late_us / 1e3 for rank, late_us in known.median_us().items()}
+    late_ms = {rank: late_us / 1e3 for rank, late_us in median_late(known).items()}
     if len(late_ms) > _MOST_LOGGED_RANKS:
         return {"straggler_ms/max": max(late_ms.values())}
     return {f"straggler_ms/rank{rank}": late_ms[rank] for rank in sorted(late_ms)}
@@ -247,7 +255,7 @@ class _Exchange:
         with self._lock:
             firsts = sorted(self._windows)
             whole = [first for first in firsts if len(self._windows[first]) == self._world_size]
-            return [lateness(first, self._windows.pop(first)) for first in whole]
+            return [lateness(self._windows.pop(first)) for first in whole]
 
     def close(self) -> None:
         """Stop receiving."""

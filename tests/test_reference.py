@@ -200,7 +200,7 @@ def logged_metrics() -> set[str]:
         record.buckets = [BucketRecord(index=0, num_bytes=8, ready=3, launched=3, done=9)]
     found = set(callbacks.summarize(steps))
     for world_size in (1, 1000):
-        late = callbacks._straggler_metrics(lateness(0, {rank: [rank] for rank in range(world_size)}))
+        late = callbacks._straggler_metrics(lateness({rank: [rank] for rank in range(world_size)}))
         found |= {name.replace("rank0", "rank<r>") for name in late}
     recoveries = (PACKAGE / "elastic" / "recovery.py").read_text()
     return {f"communication/{name}" for name in found} | set(re.findall(r'"(recovery/\w+)"', recoveries))

@@ -48,7 +48,6 @@ from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_host
 from lightning_ddp.telemetry.step_record import StepRecorder
 
 _logger = logging.getLogger("lightning_ddp")
-_NS_PER_S = 1e9
 _OF_THIS_PROCESS = (
     "_group",
     "_module_buffers",
@@ -356,8 +355,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         is_training = torch.is_grad_enabled()
         if is_training and self.require_backward_grad_sync:
             self.reducer.failures.check_usable()
-            if self.reducer.recorder.start_forward() and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-                _logger.info("times on rank %s: %s", self._group.rank, self._mean_times())
+            self.reducer.recorder.start_forward()
         self._notify_joined(is_training)
         if is_training:
             self.reducer.rebuild()
@@ -610,15 +608,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
     # ------------------------------------------------------------------ logging data
 
     def logging_data(self) -> dict[str, Any]:
-        """Return a dict of settings, sizes (bytes) and mean times (seconds) of this wrapper on this rank.
-
-        Returns:
-            Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
-            forward, backward, its communication and the part of that hidden behind computation take, in
-            seconds: `avg_forward_compute_time_s`, `avg_backward_compute_time_s`, `avg_backward_comm_time_s`,
-            `avg_backward_compute_comm_overlap_time_s`. The times come from the first ten steps and every
-            hundredth after, and are absent before the second step.
-        """
+        """Return a dict of settings, sizes (bytes) and counts of this wrapper on this rank."""
         group, reducer = self._group, self.reducer
         params = reducer.layout.params
         hook = reducer.reduction.hook
@@ -652,7 +642,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         }
         if reducer.has_rebuilt:
             data["rebuilt_bucket_sizes"] = self._bucket_sizes()
-        return {**data, **self._mean_times()}
+        return data
 
     def _log_construction(self) -> None:
         """Initialize the logging data, and log them if `TORCH_DISTRIBUTED_DEBUG` is set."""
@@ -663,9 +653,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     def _bucket_sizes(self) -> list[int]:
         return [b.spec.numel * b.spec.dtype.itemsize for b in self.reducer.buckets]
-
-    def _mean_times(self) -> dict[str, float]:
-        return {f"avg_{phase}_time_s": ns / _NS_PER_S for phase, ns in self.reducer.recorder.mean_ns.items()}
 
     @contextmanager
     def _errors_noted(self) -> Generator[None, None, None]:

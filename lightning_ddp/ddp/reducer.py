@@ -342,7 +342,6 @@ class Reducer:
                 following = buckets[state.num_taken]
                 if following.streams is not None:  # it may have become full on another stream
                     following.streams.join()
-                self.recorder.launching()
                 try:
                     self.reduction.launch(following, state, self._watch(state))
                 except (CommHookError, MissingGradientError) as error:

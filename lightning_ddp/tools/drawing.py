@@ -30,7 +30,12 @@ def picture_path(text: str) -> Path:
 
 
 def save_panels(
-    path: Path, panels: Mapping[str, Callable[[Any], None]], *, title: str, height: float = 4.5
+    path: Path,
+    panels: Mapping[str, Callable[[Any], None]],
+    *,
+    title: str,
+    height: float = 4.5,
+    width: float = 6.5,
 ) -> None:
     """Draw panels in two columns, each by a function of its axes, and save the picture.
 
@@ -39,12 +44,13 @@ def save_panels(
         panels: functions that draw, by the title of the panel.
         title: title of the picture.
         height: height of a panel in inches.
+        width: width of a panel in inches.
     """
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
 
     num_columns = min(_NUM_COLUMNS, len(panels))
     num_rows = math.ceil(len(panels) / num_columns)
-    figure = Figure(figsize=(6.5 * num_columns, 0.8 + num_rows * height), layout="constrained")
+    figure = Figure(figsize=(width * num_columns, 0.8 + num_rows * height), layout="constrained")
     for number, (name, draw) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(num_rows, num_columns, number)
         axes.grid(alpha=0.3)

@@ -24,6 +24,7 @@ from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.module_checks import trainable_parameters
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.errors import BackwardOrderError, ConfigurationError
+from lightning_ddp.telemetry.step_record import StepRecord
 
 _DTYPE_NAMES = {
     "float32": "float",
@@ -50,13 +51,8 @@ _BACKEND_VARIABLES = {
         "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
     },
 }
-_MOMENTS = {
-    "forward_compute_time_start": "forward_start",
-    "backward_compute_time_start": "backward_start",
-    "backward_comm_time_start": "comm_start",
-    "backward_compute_time_end": "backward_end",
-    "backward_comm_time_end": "comm_end",
-}
+_ALWAYS_TIMED = 10
+_MOST_STEPS = 10_000
 _GLOO_THREADS = 2
 _BROADCAST_BYTES = 250 * 1024 * 1024
 
@@ -74,6 +70,7 @@ class OfWrapper:
     # ------------------------------------------------------------------ parameters and buffers
 
     broadcast_bucket_size = _BROADCAST_BYTES
+    logging_sample_rate = 100
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -163,12 +160,9 @@ class OfWrapper:
         """Nothing to set: outputs are handed on as they are, never cloned."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        with self._errors_noted():
-            if sample_rate < 1:
-                raise ConfigurationError(
-                    f"DDP runtime logging sample rate {sample_rate}: it should be equal or greater than 1"
-                )
-            self.reducer.recorder.sample_rate = sample_rate
+        """Record the steps as well, which our class does not by itself."""
+        self.logging_sample_rate = sample_rate
+        self.record_steps(_MOST_STEPS)
 
     @property
     def _authoritative_rank(self) -> int | None:
@@ -182,19 +176,17 @@ class OfWrapper:
         return _logger_for(self)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        reducer, recorder, data = self.reducer, self.reducer.recorder, self.logging_data()
+        reducer, data = self.reducer, self.logging_data()
         error = data.pop("error") or _errors_of_logger(self)
         hook = data.pop("comm_hook")
-        torch_data = {
-            k: int(v) if isinstance(v, bool) else v for k, v in data.items() if not k.endswith("_s")
-        }
+        torch_data = {k: int(v) if isinstance(v, bool) else v for k, v in data.items()}
         torch_data.update(
             device_ids=", ".join(map(str, data["device_ids"] or ())),
             output_device=-1 if data["output_device"] is None else data["output_device"],
             gradient_as_bucket_view=int(self.asked_for_views),
             bucket_sizes=", ".join(map(str, data["bucket_sizes"])),
             dtypes=", ".join(sorted(_DTYPE_NAMES.get(name, name) for name in data["dtypes"])),
-            iteration=recorder.last_timed[0] if recorder.last_timed is not None else 0,
+            iteration=0,
             **_variables(_VARIABLES),
             **_variables(_BACKEND_VARIABLES.get(data["backend_name"], {})),
         )
@@ -212,15 +204,38 @@ class OfWrapper:
                 ),
                 prev_iteration_grad_ready_order_indices=", ".join(map(str, reducer.order)),
             )
-        if recorder.last_timed is not None:
+        # torch has the times of a step with the forward after it, and of one in `logging_sample_rate` steps.
+        steps = list(enumerate(reducer.recorder.records, start=1))[:-1]
+        timed = [(n, step) for n, step in steps if n <= _ALWAYS_TIMED or n % self.logging_sample_rate == 0]
+        if timed:
             torch_data["can_set_static_graph"] = int(reducer.is_absent_static)
-            _, step = recorder.last_timed
-            for phase, mean_ns in recorder.mean_ns.items():
-                torch_data[f"{phase}_time"] = step.phase_ns(phase)
-                torch_data[f"avg_{phase}_time"] = int(mean_ns)
-            for name, moment in _MOMENTS.items():
-                torch_data[name] = getattr(step, moment)
+            torch_data["iteration"] = timed[-1][0]
+            torch_data.update(_times([step for _, step in timed]))
         return torch_data
+
+
+def _times(steps: Sequence[StepRecord]) -> dict[str, int]:
+    """Durations and moments of the last step, and means of the durations, in nanoseconds."""
+    last, lengths = steps[-1], [_lengths(step) for step in steps]
+    return {
+        **lengths[-1],
+        **{f"avg_{name}": sum(each[name] for each in lengths) // len(lengths) for name in lengths[-1]},
+        "forward_compute_time_start": last.forward_start,
+        "backward_compute_time_start": last.backward_start,
+        "backward_comm_time_start": last.buckets[0].launched,
+        "backward_compute_time_end": last.backward_end,
+        "backward_comm_time_end": last.comm_end,
+    }
+
+
+def _lengths(step: StepRecord) -> dict[str, int]:
+    launched = step.buckets[0].launched
+    return {
+        "forward_compute_time": step.backward_start - step.forward_start,
+        "backward_compute_time": step.backward_end - step.backward_start,
+        "backward_comm_time": step.comm_end - launched,
+        "backward_compute_comm_overlap_time": max(0, step.backward_end - launched),
+    }
 
 
 def _variables(names: dict[str, str]) -> dict[str, str]:
