@@ -1303,12 +1303,9 @@ def test_hydra_s_decorator_is_in_a_module_of_its_name_and_a_job_can_have_a_hydra
         GlobalHydra.instance().clear()
 
 
-@canary(
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list",
-)
+@canary("hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo")
 def test_a_composition_goes_through_what_is_extended(monkeypatch) -> None:
-    """Sources before defaults, and the defaults with the name of the primary configuration."""
+    """Overrides and sources before defaults."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
     from hydra._internal.defaults_list import create_defaults_list
@@ -1319,8 +1316,12 @@ def test_a_composition_goes_through_what_is_extended(monkeypatch) -> None:
         (Hydra, "compose_config"),
         (ConfigLoaderImpl, "load_configuration"),
         (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
-        (ConfigLoaderImpl, "validate_sweep_overrides_legal"),
-        (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
+    )
+    parse, parsed = ConfigLoaderImpl._parse_overrides_and_create_caching_repo, []
+    monkeypatch.setattr(
+        ConfigLoaderImpl,
+        "_parse_overrides_and_create_caching_repo",
+        lambda *args: parsed.append(parse(*args)) or parsed[-1],
     )
     hydra.core.config_store.ConfigStore.instance().store(name="of_a_test", node={"y": 1})
     with hydra.initialize(version_base=None, config_path=None):
@@ -1329,18 +1330,13 @@ def test_a_composition_goes_through_what_is_extended(monkeypatch) -> None:
         "compose_config",
         "load_configuration",
         "_parse_overrides_and_create_caching_repo",
-        "validate_sweep_overrides_legal",
-        "_compose_config_from_defaults_list",
     ]
     assert called[0][2]["from_shell"] is False
-    overrides = called[3][2]["overrides"] if called[3][2] else called[3][1][0]
-    assert [override.input_line for override in overrides] == ["+x=5"]
-    _, defaults, repository = called[4][1]
-    (primary,) = [default.config_path for default in defaults if default.primary]
-    assert primary == "of_a_test"
+    ((overrides, repository),) = parsed
+    assert [override.key_or_group for override in overrides] == ["x"]
     assert repository.get_sources()[-1].store is not None
     assert isinstance(repository.cache, dict)
-    found = create_defaults_list(repository, primary, overrides, prepend_hydra=True, skip_missing=True)
+    found = create_defaults_list(repository, "of_a_test", overrides, prepend_hydra=True, skip_missing=True)
     assert "hydra/launcher" in found.overrides.known_choices
     assert ImportlibResourcesConfigSource("provider", "pkg://lightning_ddp.conf").is_group("strategy")
 

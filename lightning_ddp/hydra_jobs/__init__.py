@@ -20,13 +20,10 @@ for _name in [name for name in sys.modules if name.startswith("lightning_ddp.")]
         setattr(sys.modules[_owner], _leaf, sys.modules[_name])
 
 
-def install(schemas: Any) -> None:
+def install() -> None:
     """Share Hydra's jobs and add the package's config groups, once the script has imported Hydra.
 
     Does not import Hydra itself.
-
-    Args:
-        schemas: the package `conf`, which has the schemas of the groups.
     """
 
     def keep_answers(module: types.ModuleType) -> None:
@@ -36,9 +33,6 @@ def install(schemas: Any) -> None:
 
     def extend_each_hydra(module: types.ModuleType) -> None:
         """Patch Hydra, here only: extend every `Hydra` that registers itself in this process."""
-        from lightning_ddp.hydra_jobs.jobs import jobs
-
-        jobs().schemas = schemas
         kind: Any = module.GlobalHydra
         original = kind.initialize
 

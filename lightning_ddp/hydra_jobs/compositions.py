@@ -1,4 +1,4 @@
-"""Subclasses of Hydra's classes, which report jobs and compositions to `jobs`, and find `conf`'s groups.
+"""Subclasses of Hydra's classes, which report jobs and compositions to `jobs`, and find the groups in `conf`.
 
 Existing objects of Hydra get such a class, because a running sweep holds the same loader. A program that asks
 for none of the package's groups, neither by its defaults nor by its search path, composes the same
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from lightning_ddp.hydra_jobs.handover import detach
 from lightning_ddp.hydra_jobs.jobs import agree_before_job, give_files_back, jobs
@@ -42,7 +43,7 @@ def extend(hydra: Hydra, *, is_late: bool) -> None:
     if type(hydra.config_loader) is ConfigLoaderImpl:
         hydra.config_loader.__class__ = JobLoader
     if is_late:
-        jobs().schemas.register()
+        _register_long_names()
     if not is_late or not HydraConfig.initialized():
         return
     # Hydra keeps no reference to the present job or its sweep, so search all objects.
@@ -117,27 +118,10 @@ class JobHydra(Hydra):
 
 
 class JobLoader(ConfigLoaderImpl):
-    """Hydra's loader with the package's groups, if a composition asks for them, and with clear errors."""
+    """Hydra's loader with the package's groups, if a composition asks for them."""
 
     _taking_part: frozenset[str] = frozenset()
     """Groups that the latest composition has asked for; `_PROVIDER` for groups below that name."""
-    _has_begun = False
-    """True during a composition that began with this class."""
-    _parsed: tuple[list[str], RunMode] | None = None
-
-    def load_configuration(self, *args: Any, **kwargs: Any) -> Any:
-        self._has_begun = True
-        try:
-            config = super().load_configuration(*args, **kwargs)
-            jobs().schemas.check_composed(config)
-        except HydraException as error:
-            explanation = jobs().schemas.explain(error, self._taking_part) if self._taking_part else None
-            if explanation is not None:
-                error.args = (explanation,)
-            raise
-        finally:
-            self._has_begun = False
-        return config
 
     def load_sweep_config(self, master_config: Any, sweep_overrides: list[str]) -> Any:
         jobs().end_late_one()
@@ -152,21 +136,24 @@ class JobLoader(ConfigLoaderImpl):
         _add_groups(repository, self._taking_part)
         return parsed, repository
 
-    # If only a search path names the package, Hydra imports the package within a composition. Then compose
-    # again for clear errors, which the rest of the first composition could not give.
 
-    def validate_sweep_overrides_legal(self, overrides: Any, run_mode: Any, from_shell: bool) -> None:  # type: ignore[override]
-        super().validate_sweep_overrides_legal(overrides, run_mode, from_shell)
-        self._parsed = (
-            None if self._has_begun else ([override.input_line for override in overrides], run_mode)
+@functools.cache
+def _register_long_names() -> None:
+    """Register the groups below `lightning_ddp/` in Hydra's ConfigStore.
+
+    Not as `strategy`, `trainer` and `launcher`: Hydra 1 uses an entry of its store as the schema of a file of
+    the same name, so a user's `trainer/gpu.yaml` could not be composed any more.
+    """
+    for path in sorted(_FOLDER.rglob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        package = re.match(r"# @package (\S+)", text)
+        ConfigStore.instance().store(
+            group=f"{_PROVIDER}/{path.parent.relative_to(_FOLDER).as_posix()}",
+            name=path.stem,
+            node=OmegaConf.create(text),
+            package=package[1] if package else None,
+            provider=_PROVIDER,
         )
-
-    def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> Any:
-        if self._parsed is not None:
-            (overrides, run_mode), self._parsed = self._parsed, None
-            name = next((default.config_path for default in defaults if default.primary), None)
-            self.load_configuration(name, overrides, run_mode, validate_sweep_overrides=False)
-        return super()._compose_config_from_defaults_list(defaults, repo)
 
 
 def _asked_for(repository: Any, config_name: str | None, overrides: Any) -> frozenset[str]:
@@ -224,7 +211,7 @@ def _add_groups(repository: Any, groups: Set[str]) -> None:
     has_path = any(_is_ours(source) for source in sources)
     sources[:] = [source for source in sources if not isinstance(source, _Groups)]
     if groups:
-        jobs().schemas.register()
+        _register_long_names()
         sources[-1].store = ConfigStore.instance()  # Hydra's copy of the store is older
     if groups and not has_path:
         sources.insert(-1, _Groups(groups))

@@ -31,7 +31,6 @@ __all__ = [
     "Composition",
     "HandedJob",
     "Handover",
-    "ancestors",
     "answer_all",
     "attach",
     "detach",
@@ -71,13 +70,6 @@ def nodes_of(container: Any) -> Iterator[tuple[str, Any]]:
         yield container._get_full_key(key), node
         if hasattr(node, "_content"):
             yield from nodes_of(node)
-
-
-def ancestors(node: Any) -> Iterator[Any]:
-    """Iterate over a node and its containers, up to the root."""
-    while node is not None:
-        yield node
-        node = node._get_parent()
 
 
 # ---------------------------------------------------------------------- answers of resolvers

@@ -59,9 +59,6 @@ def restore(variables: dict[str, str | None]) -> None:
 class Jobs:
     """State of this process's jobs, which run one after the other, and of its Compose API calls."""
 
-    schemas: Any
-    """The package `conf`, which is in a higher layer, so that this module cannot import it."""
-
     def __init__(self) -> None:
         self.is_running = False
         self.task: Any = None
