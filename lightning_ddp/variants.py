@@ -75,8 +75,8 @@ for _name in ("custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
             {**BUILTIN[_name][1], **_arguments},
         )
 
-_variants: dict[str, dict[str, Any]] = {}
-"""Name -> registry entry, for namespaces that are imported later."""
+_variants: dict[str, tuple[str, dict[str, Any]]] = {}
+"""The registered variants, as above."""
 _joined: list[tuple[Any, type]] = []
 """Registries of the imported namespaces, each with the strategy class to register there."""
 
@@ -105,36 +105,23 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
     for argument in strategy_kwargs:
         if argument not in known:
             raise unknown_argument("CustomDDPStrategy()", argument, known)
-    entry = {"strategy": CustomDDPStrategy, "description": description, "init_params": strategy_kwargs}
-    is_new = [_is_new(name, entry, registry) for registry in _registries()]
-    if any(is_new):
-        _variants[name] = entry
-        for registry, strategy in _joined:
-            _add(name, registry, strategy)
-
-
-def _registries() -> list[dict[str, Any]]:
-    """Return the registries of the imported Trainers; before the first import, the pending entries."""
-    return [registry for registry, strategy in _joined if strategy is CustomDDPStrategy] or [_variants]
-
-
-def _is_new(name: str, entry: dict[str, Any], registry: dict[str, Any]) -> bool:
-    present = dict(registry).get(name)
-    if present is None:
-        return True
-    if any(present[key] != entry[key] for key in ("strategy", "init_params")):
-        raise ConfigurationError(
-            f"strategy name {name!r} is taken: {present['description'] or 'no description'}"
-        )
-    return False
+    registered = _variants.get(name)
+    if registered is not None and registered[1] == strategy_kwargs:
+        return
+    taken = [registry[name]["description"] for registry, _ in _joined if name in registry]
+    if registered is not None or taken:
+        what = registered[0] if registered is not None else taken[0]
+        raise ConfigurationError(f"strategy name {name!r} is taken: {what or 'no description'}")
+    _variants[name] = description, strategy_kwargs
+    for registry, strategy in _joined:
+        _add(name, registry, strategy)
 
 
 def _add(name: str, registry: Any, strategy: type) -> None:
     """Register a variant, unless Fabric's strategy lacks one of its arguments."""
-    entry = {**_variants[name], "strategy": strategy}
-    options = entry["init_params"]
-    if options.keys() <= {*_arguments_of(strategy)} and _is_new(name, entry, registry):
-        registry.register(name, strategy, description=entry["description"], **options)
+    description, arguments = _variants[name]
+    if arguments.keys() <= {*_arguments_of(strategy)}:
+        registry.register(name, strategy, description=description, **arguments)
 
 
 @cache
@@ -153,11 +140,7 @@ def _join(module: Any, registry: str, strategy: type) -> None:
 
 def available_variants() -> dict[str, str]:
     """Return the registered strategy names with their descriptions, sorted by name."""
-    return {
-        name: entry["description"]
-        for name, entry in sorted(_registries()[0].items())
-        if entry["strategy"] is CustomDDPStrategy
-    }
+    return {name: description for name, (description, _) in sorted(_variants.items())}
 
 
 def variant_arguments(name: str) -> dict[str, Any]:
@@ -166,7 +149,7 @@ def variant_arguments(name: str) -> dict[str, Any]:
     Raises:
         KeyError: no such name is registered.
     """
-    return dict(_registries()[0][name]["init_params"])
+    return dict(_variants[name][1])
 
 
 def register_builtin_variants() -> None:
@@ -191,7 +174,7 @@ def register_builtin_variants() -> None:
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
     """Return the message for a strategy that a Trainer has rejected; None if it is not ours."""
     if isinstance(strategy, str):
-        known = {name for registry in _registries() for name in registry}
+        known = {name for registry, _ in _joined for name in registry}
         meant = next(iter(difflib.get_close_matches(strategy.lower(), sorted(known), n=1)), None)
         if meant in _variants and strategy.lower() not in known:
             return f"there is no strategy {strategy!r}; did you mean {meant!r}?"
