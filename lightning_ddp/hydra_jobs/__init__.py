@@ -5,9 +5,9 @@ All uses of private names of Hydra and OmegaConf are here. The page of this room
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
-from typing import Any
 
 from lightning_ddp.import_hook import after_import
 
@@ -31,24 +31,8 @@ def install() -> None:
 
         install(module)
 
-    def extend_each_hydra(module: types.ModuleType) -> None:
-        """Patch Hydra, here only: extend every `Hydra` that registers itself in this process."""
-        kind: Any = module.GlobalHydra
-        original = kind.initialize
-
-        def extend(hydra: Any, *, is_late: bool = False) -> None:
-            from lightning_ddp.hydra_jobs.compositions import extend
-
-            extend(hydra, is_late=is_late)
-
-        def initialize(self: Any, hydra: Any) -> None:
-            original(self, hydra)
-            extend(hydra)
-
-        kind.initialize = initialize
-        living = kind.instance().hydra
-        if living is not None:  # the package is imported by a job, or by a composition's search path
-            extend(living, is_late=True)
+    def extend_hydra(module: types.ModuleType) -> None:
+        importlib.import_module("lightning_ddp.hydra_jobs.compositions")
 
     after_import("omegaconf.base", keep_answers)
-    after_import("hydra.core.global_hydra", extend_each_hydra)
+    after_import("hydra.core.global_hydra", extend_hydra)
