@@ -200,10 +200,10 @@ class Handover(NamedTuple):
     compositions: list[Composition]
     """Compositions, in the order in which the parent process made them."""
     task: str | None = None
-    """Name of the job's function by `task_name`; None outside of `hydra.main`, also below."""
-    name: str | None = None
+    """Name of the job's function by `task_name`; None outside of `hydra.main`, then the rest is empty."""
+    name: str = ""
     """Hydra's name of the application."""
-    config: bytes | None = None
+    config: bytes = b""
     """The composed configuration with the node `hydra`, packed."""
     search_path: Any = None
     """Hydra's ConfigSearchPath, which the Compose API needs inside a job, or None."""
