@@ -17,14 +17,7 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp": ("data-parallel training; runs the script again in child processes", {}),
     "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
     "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
-    "custom_ddp_find_unused_parameters_true": (
-        "custom_ddp that searches for unused parameters in every step",
-        {"find_unused_parameters": True},
-    ),
-    "custom_ddp_find_unused_parameters_false": (
-        "custom_ddp in which a parameter without a gradient is an error",
-        {"find_unused_parameters": False},
-    ),
+    "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
     "custom_ddp_shrink": (
         "continues with the remaining ranks when a rank is lost",
         {"on_failure": "shrink"},
@@ -64,15 +57,16 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
         "local steps, and an outer step with Nesterov momentum (rate 0.7, momentum 0.9) every 100 steps",
         {"model_averaging": {"name": "diloco", "period": 100}},
     ),
-    "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
 }
 """The variants of this package: name -> (description, arguments of `CustomDDPStrategy`)."""
-for _name in ("custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
-    for _search in ("find_unused_parameters_true", "find_unused_parameters_false"):
-        _description, _arguments = BUILTIN[f"custom_ddp_{_search}"]
-        BUILTIN[f"{_name}_{_search}"] = (
-            _description.replace("custom_ddp", _name),
-            {**BUILTIN[_name][1], **_arguments},
+for _name in ("custom_ddp", "custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
+    for _searches, _what in (
+        (True, "that searches for unused parameters in every step"),
+        (False, "in which a parameter without a gradient is an error"),
+    ):
+        BUILTIN[f"{_name}_find_unused_parameters_{str(_searches).lower()}"] = (
+            f"{_name} {_what}",
+            {**BUILTIN[_name][1], "find_unused_parameters": _searches},
         )
 
 _variants: dict[str, tuple[str, dict[str, Any]]] = {}
