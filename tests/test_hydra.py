@@ -23,6 +23,8 @@ from lightning_ddp.hydra_jobs.handover import pack, unpack
 
 TESTS = ROOT / "tests"
 DEADLINE_S = 300.0
+SHARED = ("values", "raw", "hydra", "flags", "name", "output_dir", "port", "weights", "cwd", "first_draw")
+"""What all ranks of a job note alike."""
 
 Note = dict[str, Any]
 
@@ -105,18 +107,7 @@ def require_one_job(notes: dict[int, Note], *, num_ranks: int = 2, has_subfolder
     """Checks what holds for each job, and returns its output directory."""
     assert sorted(notes) == list(range(num_ranks))
     assert len({note["pid"] for note in notes.values()}) == num_ranks
-    for key in (
-        "values",
-        "raw",
-        "hydra",
-        "flags",
-        "name",
-        "output_dir",
-        "port",
-        "weights",
-        "cwd",
-        "first_draw",
-    ):
+    for key in SHARED:
         assert all(note[key] == notes[0][key] for note in notes.values()), key
     values = notes[0]["values"]
     assert values["drawn"] == notes[0]["first_draw"]
@@ -132,9 +123,8 @@ def require_one_job(notes: dict[int, Note], *, num_ranks: int = 2, has_subfolder
         log = (folder / "ranks" / f"{rank}.log").read_text()
         assert f"printed by rank {rank}" in log
         assert f"[hydra_app][INFO] - a line of rank {rank}" in log
-    assert sorted(path.name for path in (folder / "ranks").iterdir()) == [
-        f"{r}.log" for r in range(1, num_ranks)
-    ]
+    logs = sorted(path.name for path in (folder / "ranks").iterdir())
+    assert logs == [f"{rank}.log" for rank in range(1, num_ranks)]
     return folder
 
 
@@ -487,7 +477,7 @@ def test_hydra_is_not_imported_by_a_script_that_does_not_use_it_and_need_not_be_
 
 TEMPLATE = {
     "app.py": """
-import json, sys
+import sys
 from pathlib import Path
 import hydra
 if "without" not in sys.argv:
@@ -495,74 +485,39 @@ if "without" not in sys.argv:
 sys.argv = [argument for argument in sys.argv if argument != "without"]
 import lightning as L
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-class Model(L.LightningModule):
-    def __init__(self, width, lr):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
-
-    def _step(self, batch, name):
-        loss = self.net(batch).square().mean()
-        self.log(name, loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
-    def training_step(self, batch, batch_idx):
-        return self._step(batch, "train/loss")
-
-    def validation_step(self, batch, batch_idx):
-        self._step(batch, "val/loss")
-
-    def test_step(self, batch, batch_idx):
-        self._step(batch, "test/loss")
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
-
-class Data(L.LightningDataModule):
-    def __init__(self, batch_size):
-        super().__init__()
-        self.save_hyperparameters()
-
+class Model(BoringModel):
     def train_dataloader(self):
-        rows = torch.randn(24, 2, generator=torch.Generator().manual_seed(1))
-        return torch.utils.data.DataLoader(rows, batch_size=self.hparams.batch_size, shuffle=True)
+        rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
 
     val_dataloader = test_dataloader = train_dataloader
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", self.loss(self(batch)), sync_dist=True)
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train.yaml")
 def main(cfg):
     L.seed_everything(cfg.seed, workers=True)
-    model, data = (hydra.utils.instantiate(node) for node in (cfg.model, cfg.data))
-    trainer = hydra.utils.instantiate(cfg.trainer)
+    model, trainer = hydra.utils.instantiate(cfg.model), hydra.utils.instantiate(cfg.trainer)
     if cfg.train:
-        trainer.fit(model, data, ckpt_path=cfg.ckpt_path)
-    metrics = dict(trainer.callback_metrics)
-    trainer.test(model, data, ckpt_path="best" if cfg.train else cfg.ckpt_path, verbose=False)
-    metrics |= trainer.callback_metrics
+        trainer.fit(model)
+    trainer.test(model, ckpt_path="best" if cfg.train else cfg.ckpt_path, verbose=False)
     if trainer.is_global_zero:
-        found = {name: value.item().hex() for name, value in sorted(metrics.items())}
-        Path(cfg.paths.output_dir, "metrics.json").write_text(json.dumps(found))
-    return metrics["test/loss"].item()
+        Path(cfg.paths.output_dir, "loss").write_text(trainer.callback_metrics["loss"].item().hex())
 
 if __name__ == "__main__":
     main()
 """,
     "configs/train.yaml": """
-defaults:
-  - _self_
-  - data: mine
-  - model: mine
-  - trainer: default
-  - experiment: null
-  - optional local: default
+defaults: [_self_, {model: mine}, {trainer: default}, {experiment: null}, {optional local: default}]
 paths: {output_dir: "${hydra:runtime.output_dir}"}
 train: true
 ckpt_path: null
 seed: 5
 """,
-    "configs/data/mine.yaml": "_target_: __main__.Data\nbatch_size: 2\n",
-    "configs/model/mine.yaml": "_target_: __main__.Model\nwidth: 4\nlr: 0.01\n",
+    "configs/model/mine.yaml": "_target_: __main__.Model\n",
     "configs/trainer/default.yaml": """
 _target_: lightning.pytorch.trainer.Trainer
 default_root_dir: ${paths.output_dir}
@@ -574,10 +529,7 @@ enable_progress_bar: false
 enable_model_summary: false
 """,
     "configs/trainer/ddp.yaml": "defaults: [default]\nstrategy: ddp\ndevices: 2\n",
-    "configs/experiment/x.yaml": """# @package _global_
-defaults: [{override /trainer: ddp}]
-model: {width: 3}
-""",
+    "configs/experiment/x.yaml": "# @package _global_\ndefaults: [{override /trainer: ddp}]\nseed: 6\n",
 }
 """A program of the form of a well-known template: groups of its own, `trainer` among them, of `lightning`."""
 
@@ -591,9 +543,8 @@ def test_a_program_with_a_group_trainer_of_its_own_trains_alike_with_one_key_cha
     def run(folder: str, *overrides: str) -> str:
         args = [*overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
         run_script(tmp_path / "app.py", args, timeout_s=DEADLINE_S, cwd=tmp_path).check()
-        found = [path.read_text() for path in sorted(tmp_path.glob(f"{folder}/**/metrics.json"))]
-        assert len({*found}) == 1
-        return found[0]
+        (loss,) = {path.read_text() for path in tmp_path.glob(f"{folder}/**/loss")}
+        return loss
 
     ours = "trainer.strategy=custom_ddp"
     trained = run("without", "without", "experiment=x")
@@ -601,5 +552,5 @@ def test_a_program_with_a_group_trainer_of_its_own_trains_alike_with_one_key_cha
     assert run("ours", "experiment=x", ours) == trained
     assert run("sweep", "-m", "experiment=x", "trainer.strategy=custom_ddp,custom_ddp_spawn") == trained
     (checkpoint,) = tmp_path.glob("ours/**/*.ckpt")
-    evaluate = ["trainer=ddp", "model.width=3", "train=false", f"ckpt_path='{checkpoint}'"]
+    evaluate = ["trainer=ddp", "train=false", f"ckpt_path='{checkpoint}'"]
     assert run("evaluated", *evaluate, ours) == run("evaluated_by_ddp", *evaluate)
