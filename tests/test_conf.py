@@ -6,7 +6,6 @@ import functools
 import inspect
 import pkgutil
 import re
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -116,15 +115,6 @@ def test_a_file_makes_the_strategy_that_the_variant_of_its_name_makes(name, cons
     assert found == expected
 
 
-def test_the_files_are_package_data():
-    configuration = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())
-    patterns = configuration["tool"]["setuptools"]["package-data"]["lightning_ddp"]
-    shipped = {path for pattern in patterns for path in FOLDER.parent.glob(pattern)}
-    files = set(FOLDER.rglob("*.yaml"))
-    assert len(files) >= 30
-    assert files <= shipped
-
-
 # ---------------------------------------------------------------------- composition
 
 
@@ -225,26 +215,9 @@ def test_a_wrong_option_is_refused_by_the_strategy_with_what_was_meant(overrides
     assert meant in str(raised.value)
 
 
-# ---------------------------------------------------------------------- when Hydra is imported
+# ---------------------------------------------------------------------- how a program asks
 
-LAZY = """
-import sys
-import lightning_ddp
-unwanted = [name for name in sys.modules if name.split(".")[0] in ("hydra", "omegaconf", "hydra_plugins")]
-assert not unwanted, unwanted
-import hydra
-from hydra.core.config_store import ConfigStore
-assert "lightning_ddp" not in ConfigStore.instance().repo
-ConfigStore.instance().store(name="main", node={"defaults": [{"strategy": "custom_ddp"}]})
-
-@hydra.main(version_base=None, config_path=None, config_name="main")
-def main(config):
-    print("rank", config.strategy.ddp_comm_hook.rank)
-
-main()
-"""
-
-SEARCH_PATH = """
+APP = """IMPORT
 import hydra
 
 @hydra.main(version_base=None, config_path=".", config_name="main")
@@ -253,28 +226,32 @@ def main(config):
 
 main()
 """
-
 QUIET = ("hydra.output_subdir=null", "hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=.")
 
 
-def test_hydra_is_imported_by_the_script_alone_and_then_knows_the_groups():
-    result = run_script(LAZY, ["-m", "strategy=powersgd", "strategy.ddp_comm_hook.rank=3,5", *QUIET]).check()
-    assert [line for line in result.stdout.splitlines() if line.startswith("rank")] == ["rank 3", "rank 5"]
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(text)
 
 
-def test_a_script_that_names_the_search_path_need_not_import_the_package(tmp_path):
-    (tmp_path / "app.py").write_text(SEARCH_PATH)
-    (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "cpu.yaml").write_text("mine: true\n")  # comes before ours
-    (tmp_path / "main.yaml").write_text(
-        "defaults: [{trainer: cpu}, {strategy: powersgd}, _self_]\n"
-        "hydra: {searchpath: ['pkg://lightning_ddp.conf']}\n"
-        "strategy: {ddp_comm_hook: {rank: 7}}\n"
-    )
-    sweep = ["-m", "strategy.start_method=fork,spawn", "+lightning_ddp/strategy@long=bf16", *QUIET]
+@pytest.mark.parametrize(
+    ("statement", "search_path"),
+    [("import lightning_ddp", ""), ("", "hydra: {searchpath: ['pkg://lightning_ddp.conf']}\n")],
+    ids=["import", "search path"],
+)
+def test_a_program_imports_the_package_or_names_the_search_path(tmp_path, statement, search_path):
+    main = "defaults: [{trainer: cpu}, {strategy: powersgd}, _self_]\nstrategy: {ddp_comm_hook: {rank: 7}}\n"
+    files = {
+        "app.py": APP.replace("IMPORT", statement),
+        "main.yaml": main + search_path,
+        "trainer/cpu.yaml": "mine: true\n",  # comes before ours
+    }
+    write_files(tmp_path, files)
+    sweep = ["-m", "strategy.ddp_comm_hook.rank=3,5", "+lightning_ddp/strategy@long=bf16", *QUIET]
     result = run_script(tmp_path / "app.py", sweep, cwd=tmp_path).check()
-    lines = [line for line in result.stdout.splitlines() if not line.startswith("[")]
-    assert lines == ["rank 7 True bf16"] * 2
+    lines = [line for line in result.stdout.splitlines() if line.startswith("rank")]
+    assert lines == ["rank 3 True bf16", "rank 5 True bf16"]
 
 
 # ---------------------------------------------------------------------- who did not ask
@@ -348,12 +325,6 @@ for form in FORMS:
             os._exit(code if isinstance(code, int) else 1)
     print("--- exit code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
-
-
-def write_files(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_text(text)
 
 
 def test_importing_the_package_changes_nothing_for_a_program_with_such_keys_or_groups_of_its_own(tmp_path):

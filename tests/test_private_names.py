@@ -1374,11 +1374,10 @@ def test_resolvers_are_asked_in_one_place_and_their_answers_kept_in_the_root(mon
 
     seen, original = [], Container._evaluate_custom_resolver
 
-    def evaluate(
-        self: Any, key: Any, node: Any, inter_type: str, inter_args: Any, inter_args_str: Any
-    ) -> Any:
-        seen.append((self._get_full_key(key), inter_type, inter_args, inter_args_str))
-        return original(self, key, node, inter_type, inter_args, inter_args_str)
+    def evaluate(self: Any, **call: Any) -> Any:
+        key = self._get_full_key(call["key"])
+        seen.append((key, call["inter_type"], call["inter_args"], call["inter_args_str"]))
+        return original(self, **call)
 
     monkeypatch.setattr(Container, "_evaluate_custom_resolver", evaluate)
     name = "of_a_test"

@@ -134,22 +134,16 @@ def install(base: types.ModuleType) -> None:
     if hasattr(original, "original"):
         return
 
-    def evaluate(
-        self: Any,
-        key: Any,
-        node: Any,
-        inter_type: str,
-        inter_args: tuple[Any, ...],
-        inter_args_str: tuple[str, ...],
-    ) -> Any:
-        cache = self._get_root()._metadata.resolver_cache
-        if not isinstance(cache, JobCache) or _looks_at_the_configuration(self, inter_type):
-            return original(self, key, node, inter_type, inter_args, inter_args_str)
-        is_plain = all(isinstance(value, str | int | float | bool | None) for value in inter_args)
-        place = (self._get_full_key(key), inter_type, inter_args if is_plain else inter_args_str)
-        answers = cache[BY_PLACE]
+    def evaluate(self: Any, **call: Any) -> Any:
+        cache, name = self._get_root()._metadata.resolver_cache, call["inter_type"]
+        if not isinstance(cache, JobCache) or _looks_at_the_configuration(self, name):
+            return original(self, **call)
+        arguments = call["inter_args"]
+        if not all(isinstance(value, str | int | float | bool | None) for value in arguments):
+            arguments = call["inter_args_str"]
+        place, answers = (self._get_full_key(call["key"]), name, arguments), cache[BY_PLACE]
         if place not in answers:
-            answers[place] = original(self, key, node, inter_type, inter_args, inter_args_str)
+            answers[place] = original(self, **call)
         return answers[place]
 
     evaluate.original = original  # type: ignore[attr-defined]
