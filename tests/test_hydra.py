@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import sys
-import venv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,6 @@ class Node:
     """How the program is started on one node."""
 
     fresh: bool = False
-    python: str = sys.executable
     launcher: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = "."
@@ -73,7 +71,6 @@ class Run:
                 variables,
                 DEADLINE_S,
                 fresh=node.fresh,
-                python=node.python,
                 launcher=node.launcher,
                 is_module=is_module,
                 cwd=cwd,
@@ -103,12 +100,12 @@ class Run:
         return sorted(path.parent for path in self.folder.rglob(name))
 
 
-def require_one_job(notes: dict[int, Note], *, num_ranks: int = 2, has_subfolder: bool = True) -> Path:
-    """Checks what holds for each job, and returns its output directory."""
-    assert sorted(notes) == list(range(num_ranks))
-    assert len({note["pid"] for note in notes.values()}) == num_ranks
+def require_one_job(notes: dict[int, Note], *, has_subfolder: bool = True) -> Path:
+    """Checks what holds for each job on two ranks, and returns its output directory."""
+    assert sorted(notes) == [0, 1]
+    assert notes[0]["pid"] != notes[1]["pid"]
     for key in SHARED:
-        assert all(note[key] == notes[0][key] for note in notes.values()), key
+        assert notes[0][key] == notes[1][key], key
     values = notes[0]["values"]
     assert values["drawn"] == notes[0]["first_draw"]
     assert values["drawn"] != values["drawn_again"]
@@ -119,12 +116,10 @@ def require_one_job(notes: dict[int, Note], *, num_ranks: int = 2, has_subfolder
     assert notes[0]["flags"] == [True, True]
     folder = Path(notes[0]["output_dir"])
     assert (folder / ".hydra" / "config.yaml").exists() is has_subfolder
-    for rank in range(1, num_ranks):
-        log = (folder / "ranks" / f"{rank}.log").read_text()
-        assert f"printed by rank {rank}" in log
-        assert f"[hydra_app][INFO] - a line of rank {rank}" in log
-    logs = sorted(path.name for path in (folder / "ranks").iterdir())
-    assert logs == [f"{rank}.log" for rank in range(1, num_ranks)]
+    (log,) = (folder / "ranks").iterdir()
+    assert log.name == "1.log"
+    assert "printed by rank 1" in log.read_text()
+    assert "[hydra_app][INFO] - a line of rank 1" in log.read_text()
     return folder
 
 
@@ -155,10 +150,7 @@ import lightning_ddp
 
 @hydra.main(version_base="1.3", config_path=None)
 def main(cfg):  # which does not mention the package
-    trainer = pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=2, limit_val_batches=0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
+    trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=2, barebones=True)
     trainer.fit(BoringModel())
     folder = Path(HydraConfig.get().runtime.output_dir)
     (folder / f"trained-{trainer.global_rank}").write_text(f"{cfg.x} of {trainer.world_size}")
@@ -456,23 +448,10 @@ if __name__ == "__main__":
 """
 
 
-def environment_without(folder: Path, *packages: str) -> str:
-    """An environment with all that is installed here, less some packages; returns its interpreter."""
-    venv.create(folder, symlinks=True, with_pip=False)
-    (target,) = folder.glob("lib/python*/site-packages")
-    for name in (path for path in map(Path, sys.path) if path.name == "site-packages"):
-        for entry in name.iterdir():
-            if not entry.name.lower().startswith(packages):
-                (target / entry.name).symlink_to(entry)
-    return str(folder / "bin" / "python")
-
-
-def test_hydra_is_not_imported_by_a_script_that_does_not_use_it_and_need_not_be_installed(tmp_path) -> None:
-    python = environment_without(tmp_path / "venv", "hydra", "omegaconf", "antlr4")
-    installed = "from importlib.util import find_spec\nassert find_spec('hydra') is None\n"
-    run = Run(tmp_path, installed + WITHOUT_HYDRA, nodes=[Node(fresh=True, python=python)]).check()
+def test_hydra_is_not_imported_by_a_script_that_does_not_use_it(tmp_path) -> None:
+    run = Run(tmp_path, WITHOUT_HYDRA, nodes=[Node(fresh=True)]).check()
     lines = run.result.stdout.splitlines()
-    assert sorted(line for line in lines if "TRAINED" in line) == [f"TRAINED {rank} 0" for rank in range(2)]
+    assert sorted(line for line in lines if "TRAINED" in line) == ["TRAINED 0 0", "TRAINED 1 0"]
 
 
 TEMPLATE = {
