@@ -8,7 +8,6 @@ Hydra; it imports neither. In a child of its launcher it ties the process's life
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_ddp import conf
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.hydra_jobs import install as extend_hydra
 from lightning_ddp.launch.child_process import adopt_from_environment, end_fast
@@ -78,4 +77,4 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of it
 adopt_from_environment()
 end_fast()
 register_builtin_variants()
-extend_hydra(conf)
+extend_hydra()

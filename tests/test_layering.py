@@ -37,7 +37,6 @@ HOUSE = (
 FLOORS = {room: floor for floor, rooms in enumerate(HOUSE) for room in rooms}
 KNOWS_LIGHTNING = {
     "_lightning",
-    "conf",
     "callbacks",
     "elastic",
     "fabric",

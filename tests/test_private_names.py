@@ -10,7 +10,6 @@ import ast
 import copy
 import ctypes
 import functools
-import gc
 import importlib
 import inspect
 import itertools
@@ -54,6 +53,7 @@ from lightning_ddp._torch import refuse_collectives, run_eagerly, without_engine
 from lightning_ddp.ddp.buffers import unseen_by_autograd
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import UnsupportedVersionError
+from lightning_ddp.hydra_jobs.compositions import JobCallbacks, JobLoader
 
 PACKAGE = Path(lightning_ddp.__file__).parent
 DEPENDENCIES = ("torch", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "torchmetrics")
@@ -1238,40 +1238,40 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, *names: tuple[Any, str]) -> list
 
 
 @canary(
-    "hydra._internal.hydra.Hydra",
+    "hydra._internal.hydra.ConfigLoaderImpl",
+    "hydra._internal.callbacks.Callbacks",
     "hydra.core.utils.JobReturn()._return_value",
     "omegaconf.DictConfig._get_parent",
 )
-def test_a_sweep_is_run_by_the_registered_object_and_a_job_s_result_lies_there_before_its_end(
-    tmp_path, monkeypatch
-) -> None:
-    """Registered, composed, begun; then for each job a configuration, and the function of its launcher."""
+def test_a_sweep_calls_back_and_its_job_can_be_found_while_it_runs(tmp_path, monkeypatch) -> None:
+    """Composed, begun; then for each job a configuration, a callback before its function and one after it."""
+    from hydra._internal.callbacks import Callbacks
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.hydra import Hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.utils import JobReturn, JobStatus
-    from hydra.plugins.launcher import Launcher
+    from hydra.core.utils import JobReturn, JobStatus, run_job
 
     kind = hydra.core.hydra_config.HydraConfig
     called = note_calls(
         monkeypatch,
-        (GlobalHydra, "initialize"),
-        (Hydra, "multirun"),
-        (Hydra, "compose_config"),
+        (ConfigLoaderImpl, "load_configuration"),
         (ConfigLoaderImpl, "load_sweep_config"),
+        (Callbacks, "__init__"),
+        (Callbacks, "on_multirun_start"),
+        (Callbacks, "on_job_start"),
+        (Callbacks, "on_job_end"),
     )
-    results = []
 
     def task(config: DictConfig) -> None:
         called.append(("task", config.x, None))
         given = kind.get()._get_parent()
         assert (given.x, "hydra" in given, given._get_parent()) == (5, True, None)
         assert hydra.core.utils.JobRuntime.instance().get("name") != "UNKNOWN_NAME"
-        objects = gc.get_objects()
-        results.extend(each for each in objects if type(each) is JobReturn and each.cfg is config)
-        assert [each.status for each in results] == [JobStatus.UNKNOWN]
-        (launcher,) = (each for each in objects if issubclass(type(each), Launcher))
-        assert launcher.task_function.__wrapped__ is task, "a Task of ours"
+        (frame,) = (each.frame for each in inspect.stack() if each.frame.f_code is run_job.__code__)
+        job = frame.f_locals
+        assert job["task_function"] is task
+        assert type(job["ret"]) is JobReturn
+        assert (job["ret"].cfg is config, job["ret"].status) == (True, JobStatus.UNKNOWN)
+        context = job["hydra_context"]
+        assert (type(context.config_loader), type(context.callbacks)) == (JobLoader, JobCallbacks), "ours"
         raise ValueError("of a test")
 
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
@@ -1280,10 +1280,13 @@ def test_a_sweep_is_run_by_the_registered_object_and_a_job_s_result_lies_there_b
     with pytest.raises(ValueError, match="of a test"):
         hydra.main(version_base=None, config_path=str(tmp_path))(task)()
     names = [name for name, _, _ in called]
-    assert names[:4] == ["initialize", "compose_config", "multirun", "compose_config"]
-    assert set(names[4:-1]) == {"load_sweep_config"}, "to be checked, and for the job"
-    assert names[-1] == "task"
-    assert (results[0].status, str(results[0]._return_value)) == (JobStatus.FAILED, "of a test")
+    assert names[:4] == ["load_configuration", "load_configuration", "__init__", "on_multirun_start"]
+    assert set(names[4:-3]) == {"load_sweep_config", "load_configuration"}, "to be checked, and for the job"
+    assert names[-3:] == ["on_job_start", "task", "on_job_end"]
+    assert called[-3][2]["task_function"] is task
+    _, arguments, keywords = called[-1]
+    result = keywords.get("job_return") or arguments[-1]
+    assert (result.status, str(result._return_value)) == (JobStatus.FAILED, "of a test")
 
 
 @canary("hydra._internal.hydra.Hydra.create_main_hydra2")
@@ -1303,44 +1306,29 @@ def test_hydra_s_decorator_is_in_a_module_of_its_name_and_a_job_can_have_a_hydra
         GlobalHydra.instance().clear()
 
 
-@canary(
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list",
-)
+@canary("hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo")
 def test_a_composition_goes_through_what_is_extended(monkeypatch) -> None:
-    """Sources before defaults, and the defaults with the name of the primary configuration."""
+    """With the word whether the command line asks; sources are made before the list of defaults is."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
     from hydra._internal.defaults_list import create_defaults_list
-    from hydra._internal.hydra import Hydra
 
-    called = note_calls(
-        monkeypatch,
-        (Hydra, "compose_config"),
-        (ConfigLoaderImpl, "load_configuration"),
-        (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
-        (ConfigLoaderImpl, "validate_sweep_overrides_legal"),
-        (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
+    parse, parsed = ConfigLoaderImpl._parse_overrides_and_create_caching_repo, []
+    monkeypatch.setattr(
+        ConfigLoaderImpl,
+        "_parse_overrides_and_create_caching_repo",
+        lambda *args: parsed.append(parse(*args)) or parsed[-1],
     )
+    called = note_calls(monkeypatch, (ConfigLoaderImpl, "load_configuration"))
     hydra.core.config_store.ConfigStore.instance().store(name="of_a_test", node={"y": 1})
     with hydra.initialize(version_base=None, config_path=None):
         assert hydra.compose("of_a_test", ["+x=5"]) == {"x": 5, "y": 1}
-    assert [name for name, _, _ in called] == [
-        "compose_config",
-        "load_configuration",
-        "_parse_overrides_and_create_caching_repo",
-        "validate_sweep_overrides_legal",
-        "_compose_config_from_defaults_list",
-    ]
-    assert called[0][2]["from_shell"] is False
-    overrides = called[3][2]["overrides"] if called[3][2] else called[3][1][0]
-    assert [override.input_line for override in overrides] == ["+x=5"]
-    _, defaults, repository = called[4][1]
-    (primary,) = [default.config_path for default in defaults if default.primary]
-    assert primary == "of_a_test"
+    assert [keywords["from_shell"] for _, _, keywords in called] == [False]
+    ((overrides, repository),) = parsed
+    assert [override.key_or_group for override in overrides] == ["x"]
     assert repository.get_sources()[-1].store is not None
     assert isinstance(repository.cache, dict)
-    found = create_defaults_list(repository, primary, overrides, prepend_hydra=True, skip_missing=True)
+    found = create_defaults_list(repository, "of_a_test", overrides, prepend_hydra=True, skip_missing=True)
     assert "hydra/launcher" in found.overrides.known_choices
     assert ImportlibResourcesConfigSource("provider", "pkg://lightning_ddp.conf").is_group("strategy")
 
@@ -1386,11 +1374,10 @@ def test_resolvers_are_asked_in_one_place_and_their_answers_kept_in_the_root(mon
 
     seen, original = [], Container._evaluate_custom_resolver
 
-    def evaluate(
-        self: Any, key: Any, node: Any, inter_type: str, inter_args: Any, inter_args_str: Any
-    ) -> Any:
-        seen.append((self._get_full_key(key), inter_type, inter_args, inter_args_str))
-        return original(self, key, node, inter_type, inter_args, inter_args_str)
+    def evaluate(self: Any, **call: Any) -> Any:
+        key = self._get_full_key(call["key"])
+        seen.append((key, call["inter_type"], call["inter_args"], call["inter_args_str"]))
+        return original(self, **call)
 
     monkeypatch.setattr(Container, "_evaluate_custom_resolver", evaluate)
     name = "of_a_test"

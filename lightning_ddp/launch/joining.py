@@ -15,7 +15,8 @@ import torch.distributed as dist
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import RendezvousError
-from lightning_ddp.hydra_jobs.jobs import jobs, share_job
+from lightning_ddp.hydra_jobs.agreement import share_job
+from lightning_ddp.hydra_jobs.jobs import jobs
 from lightning_ddp.launch.child_process import launcher_pid
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.interface import backend_names, choose_interface
