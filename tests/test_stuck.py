@@ -94,7 +94,7 @@ def play(
     def rank_main(rank: int, world_size: int, process_group: Any) -> None:
         member = Member(server, rank, process_group)
         member.inspector.compare_before_each(is_detailed)
-        member.interrupt.deadline_s = deadline_s
+        member.inspector.deadline_s = deadline_s
         try:
             part(member, rank)
         except (CollectiveTimeoutError, CollectiveMismatchError, RuntimeError) as error:
@@ -220,20 +220,6 @@ def test_a_hooks_own_thread_that_waits_is_seen() -> None:
     assert error.missing == (1,)
     assert "all_gather has not ended" in str(error) or "communication hook has not ended" in str(error)
     assert "of world, channel 1)" in str(error)
-
-
-def test_without_a_control_channel_a_wait_has_no_deadline_of_its_own() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> float:
-        interrupt = Interrupt()
-        interrupt.deadline_s = 0.0
-        group = Group(process_group, interrupt)
-        if rank == 1:
-            threading.Event().wait(0.3)
-        tensor = torch.ones(1)
-        group.wait(group.all_reduce(tensor), CPU)
-        return tensor.item()
-
-    assert run_threads(rank_main, 2) == [2.0, 2.0]
 
 
 # ---------------------------------------------------------------------- before each collective

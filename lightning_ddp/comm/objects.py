@@ -2,7 +2,7 @@
 
 All ranks of the group must call these functions in the same order. Objects must be picklable; they are
 unpickled by the receivers, so the ranks have to trust each other. `device` is that of the tensors of the
-exchange, as the backend needs it; for the other arguments see `all_reduce`.
+exchange, as the backend needs it; for `timeout`, `label` and errors see `all_reduce`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.gather_scatter import CHUNK_BYTES, chunks, numbers, start_gather, unpack
+from lightning_ddp.comm.call import Call, check_rank
+from lightning_ddp.comm.collectives import CHUNK_BYTES, chunks, gathered_by, numbers, unpack
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, Handle, check_rank
 
 _PACKET_BYTES = 4096
 _GATHERED_PACKET_BYTES = 1024
@@ -68,22 +68,20 @@ def _length_in(packet: bytes) -> int:
 
 
 def _broadcast_bytes(call: Call, data: bytes, src: int) -> bytes:
-    tensor = to_tensor(data, call.device)
-    _broadcast(call, tensor, src).wait()
-    return to_bytes(call.group, tensor)
+    tensor = _to_tensor(data, call.device)
+    call.wait(_start_broadcast(call, tensor, src))
+    return _to_bytes(call.group, tensor)
 
 
-def _broadcast(call: Call, tensor: torch.Tensor, src: int) -> Handle[None]:
-    return call.handle(call.start(lambda: call.group.broadcast(tensor, src, **call.limit)), lambda: None)
+def _start_broadcast(call: Call, tensor: torch.Tensor, src: int) -> Any:
+    return call.start(lambda: call.group.broadcast(tensor, src, label=call.label))
 
 
-def to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
-    """Convert bytes to a uint8 tensor on a device; at least one element."""
-    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(device)
+def _to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a uint8 tensor, once they have arrived."""
+def _to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
     group.wait_device(tensor.device)
     data: bytes = tensor.cpu().numpy().tobytes()
     return data
@@ -120,8 +118,8 @@ def all_gather_objects(
 
 def _gather_bytes(call: Call, data: bytes) -> list[bytes]:
     """Gather the bytes of all ranks, equally many per rank, in rank order."""
-    gathered = start_gather(call, to_tensor(data, call.device)).wait()
-    return [to_bytes(call.group, row) for row in gathered.unbind(0)]
+    gathered = gathered_by(call, _to_tensor(data, call.device))
+    return [_to_bytes(call.group, row) for row in gathered.unbind(0)]
 
 
 # ---------------------------------------------------------------------- containers of tensors
@@ -184,9 +182,9 @@ def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, ch
     under_way = []
     for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
         flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
-        under_way.append((_broadcast(call, flat, src), flat, chunk))
-    for handle, flat, chunk in under_way:
-        handle.wait()
+        under_way.append((_start_broadcast(call, flat, src), flat, chunk))
+    for work, flat, chunk in under_way:
+        call.wait(work)
         if len(chunk) > 1 and call.group.rank != src:
             unpack(flat, chunk)
 
