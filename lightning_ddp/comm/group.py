@@ -303,7 +303,7 @@ class Group:
         with self._waiting(label or (entry.name() if entry is not None else "collective"), entry):
             backend = self.backend(device)
             if backend == "gloo":
-                self._in_slices(lambda: self._ends_in_slice(work), on_slice)
+                self.in_slices(lambda: self._ends_in_slice(work), on_slice)
                 return
             if backend == "python":
                 self._wait_done(work.get_future(), on_slice)
@@ -338,7 +338,7 @@ class Group:
     def _wait_done(self, future: Any, on_slice: OnSlice) -> None:
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
-        self._in_slices(lambda: done.wait(SLICE_S), on_slice)
+        self.in_slices(lambda: done.wait(SLICE_S), on_slice)
 
     def wait_until(
         self, is_over: Callable[[], bool], label: str, on_slice: OnSlice = None, *, work: Any = None
@@ -424,7 +424,12 @@ class Group:
         with noted, span(f"wait {label}"):
             yield
 
-    def _in_slices(self, ends_in_slice: Callable[[], bool], on_slice: OnSlice) -> None:
+    def in_slices(self, ends_in_slice: Callable[[], bool], on_slice: OnSlice = None) -> None:
+        """Call `ends_in_slice`, which waits for at most `SLICE_S`, until it returns True.
+
+        Every wait of the package ends up here: it raises a failure of the interrupt, checks the deadline, and
+        calls `on_slice` as described for `wait`.
+        """
         start = time.monotonic()
         while not ends_in_slice():
             self._look(time.monotonic() - start, on_slice)
@@ -445,4 +450,4 @@ class Group:
                 time.sleep(_POLL_S)
             return True
 
-        self._in_slices(ends_in_slice, on_slice)
+        self.in_slices(ends_in_slice, on_slice)
