@@ -19,8 +19,11 @@ import torch.distributed as dist
 import torch.distributed.utils
 import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel

@@ -234,13 +234,22 @@ def test_it_is_known_whether_a_profiler_records() -> None:
     assert torch.autograd._profiler_enabled() is False
 
 
-@canary("torch.utils._pytree.tree_map", "torch.utils._pytree.tree_leaves")
+@canary(
+    "torch.utils._pytree.keystr",
+    "torch.utils._pytree.tree_flatten_with_path",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_unflatten",
+)
 def test_nested_containers_are_walked() -> None:
     """Leaves of dicts, lists and tuples in order; containers of the same kinds with other leaves."""
     nested = {"a": [1, (2, 3)], "b": None}
     assert torch.utils._pytree.tree_leaves(nested)[:3] == [1, 2, 3]
     doubled = torch.utils._pytree.tree_map(lambda leaf: leaf and 2 * leaf, nested)
     assert doubled == {"a": [2, (4, 6)], "b": None}
+    leaves, structure = torch.utils._pytree.tree_flatten_with_path(nested)
+    assert torch.utils._pytree.keystr(leaves[1][0]) == "['a'][1][0]"
+    assert torch.utils._pytree.tree_unflatten([2, 4, 6, None], structure) == doubled
 
 
 @canary(
