@@ -116,7 +116,6 @@ def test_any_collective_of_torch_runs_with_a_label_and_a_deadline() -> None:
 
 CALLS = {
     "broadcast": lambda group, **k: comm.broadcast(group, torch.ones(2), 1, **k),
-    "broadcast_object": lambda group, **k: comm.broadcast_object(group, "x", 1, CPU, **k),
     "broadcast_nested": lambda group, **k: comm.broadcast_nested(group, [torch.ones(2)], 1, CPU, **k),
     "all_reduce": lambda group, **k: comm.all_reduce(group, torch.ones(2), **k),
     "reduce": lambda group, **k: comm.reduce(group, torch.ones(2), 0, **k),
@@ -386,7 +385,7 @@ REFUSED = {
     "sub_group of ranks \\[0, 0\\]": lambda g: comm.sub_group(g, [0, 0], CPU),
     "sub_group of ranks \\[\\]: expected at least one": lambda g: comm.sub_group(g, [], CPU),
     "broadcast from rank 2, but the group has ranks 0 to 1": lambda g: comm.broadcast(g, torch.ones(1), 2),
-    "broadcast from rank 3, but": lambda g: comm.broadcast_object(g, 1, 3, CPU),
+    "broadcast from rank 3, but": lambda g: comm.broadcast_nested(g, 1, 3, CPU),
     "reduce to rank -1, but": lambda g: comm.reduce(g, torch.ones(1), -1),
     "all_reduce: timeout='3': expected a .*timedelta or seconds": lambda g: comm.all_reduce(
         g, torch.ones(1), timeout="3"
@@ -445,7 +444,7 @@ def test_labels_are_seen_in_the_profiler() -> None:
 
 def test_public_names_of_the_collectives_are_the_ones_promised() -> None:
     collectives = {"all_gather", "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "run"}
-    objects = {"all_gather_objects", "broadcast_nested", "broadcast_object"}
+    objects = {"all_gather_objects", "broadcast_nested"}
     others = {"barrier", "monitored_barrier", "part_group", "reduce_op", "sibling_group", "sub_group"}
     assert set(comm.__all__) == collectives | objects | others | {"Group", "Interrupt"}
     assert all(hasattr(comm, name) for name in comm.__all__)

@@ -237,7 +237,7 @@ def test_what_matches_passes_and_is_computed() -> None:
         for number in range(3):
             step(member, 4)
             future = channel.submit(lambda: channel.all_reduce(torch.ones(2)))
-            assert comm.broadcast_object(member.group, {"n": number}, 0, CPU) == {"n": number}
+            assert comm.broadcast_nested(member.group, {"n": number}, 0, CPU) == {"n": number}
             assert channel.wait(future).tolist() == [3.0, 3.0]
             assert comm.all_gather(member.group, torch.full((2,), rank)).tolist() == [
                 [0, 0],

@@ -15,7 +15,7 @@ from lightning_ddp.comm.collectives import (
     reduce_op,
 )
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested, broadcast_object
+from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested
 from lightning_ddp.comm.subgroups import part_group, sibling_group, sub_group
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_nested",
-    "broadcast_object",
     "monitored_barrier",
     "part_group",
     "reduce",
