@@ -192,8 +192,11 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:
 @contextmanager
 def with_timeout(process_group: Any, timeout: timedelta | None) -> Generator[None, None, None]:
     """Give collectives that are started in this context another timeout; None for the group's."""
+    if timeout is None:
+        yield
+        return
     changed = []
-    for backend in _backends_of(process_group) if timeout is not None else ():
+    for backend in _backends_of(process_group):
         before = timeout_of(backend)
         if before is not None:
             with suppress(RuntimeError):  # a third-party backend

@@ -231,7 +231,7 @@ class Group:
         The tensor is contiguous, or sparse where the backend supports that. Complex numbers are sent as
         pairs.
         """
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if op is None else op
         kind = "all_reduce" if op is None else f"all_reduce {_name_of(op)}"
         start = self.process_group.allreduce
