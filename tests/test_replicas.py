@@ -432,7 +432,7 @@ def test_the_first_error_in_replica_order_is_raised_after_all_threads_have_ended
         raised.wait(DEADLINE_S)
         ended.set()
 
-    with pytest.raises(ValueError, match=r"^late in time, first in order$") as caught:
+    with pytest.raises(ValueError, match=r"^late in time, first in order\n") as caught:
         parallel_apply([late, early, fine], [()] * 3, devices=THREE)
     assert ended.is_set()
     assert not any(thread.is_alive() for thread in threads.values())

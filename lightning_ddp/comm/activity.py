@@ -12,15 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lightning_ddp._torch import known_groups, name_of_group
-
-if TYPE_CHECKING:
-    from lightning_ddp.comm.device_watch import DeviceWatch
 
 _NUM_RECENT = 4
 _MOST_PENDING = 64
@@ -267,8 +264,8 @@ class Interrupt:
         self.activity = Activity()
         self.supervisor: Supervisor | None = None
         """Explains waits that take too long; None if waits have no deadline."""
-        self.device_watch: DeviceWatch | None = None
-        """Watch of queued device work, for which no host thread waits."""
+        self.device_watch: Any = None
+        """`DeviceWatch` of queued device work, for which no host thread waits; None if there is none."""
         self.error: BaseException | None = None
         """The failure, or None."""
         self._looked_at: Entry | None = None
