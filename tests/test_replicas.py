@@ -445,8 +445,9 @@ def test_an_exit_passes_unchanged(num_replicas) -> None:
     def leave() -> None:
         raise SystemExit(3)
 
-    with pytest.raises(SystemExit, match=r"^3$"):
+    with pytest.raises(SystemExit) as caught:
         parallel_apply([leave] * num_replicas, [()] * num_replicas)
+    assert caught.value.code == 3
 
 
 def test_an_error_does_not_keep_the_replicas_tensors_alive() -> None:
