@@ -10,7 +10,7 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,8 +19,11 @@ import torch.distributed as dist
 import torch.distributed.utils
 import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
@@ -101,7 +104,6 @@ def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
 
 # ---------------------------------------------------------------------- process groups
 
-REDUCE_SCATTER_FLAT = "_reduce_scatter_base"
 is_joining: Callable[[Any], bool] = operator.attrgetter("_join_config.enable")
 """Function that returns True if a `Joinable` is inside `Join`."""
 
@@ -141,6 +143,10 @@ def count_groups_anew() -> None:
     than the other processes.
     """
     dist.distributed_c10d._world.group_count = 0
+
+
+REFUSAL = "collective operation error"
+"""Text in the errors of a group whose collectives are refused."""
 
 
 def refuse_collectives(process_group: Any) -> None:
@@ -183,6 +189,34 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:
     (in_public or backend._set_default_timeout)(timeout)
 
 
+@contextmanager
+def with_timeout(process_group: Any, timeout: timedelta | None) -> Generator[None, None, None]:
+    """Give collectives that are started in this context another timeout; None for the group's."""
+    if timeout is None:
+        yield
+        return
+    changed = []
+    for backend in _backends_of(process_group):
+        before = timeout_of(backend)
+        if before is not None:
+            with suppress(RuntimeError):  # a third-party backend
+                set_timeout(backend, timeout)
+                changed.append((backend, before))
+    try:
+        yield
+    finally:
+        for backend, before in changed:
+            set_timeout(backend, before)
+
+
+def _backends_of(process_group: Any) -> Iterable[Any]:
+    if not isinstance(process_group, dist.ProcessGroup):
+        return [process_group]
+    if type(process_group) is not dist.ProcessGroup:
+        return []  # a group in Python
+    return [process_group._get_backend(device) for device in process_group._device_types]
+
+
 def new_gloo(store: Any, rank: int, size: int, devices: Any, timeout: timedelta) -> Any:
     """Make a gloo backend unknown to torch; `devices` are the network devices of its connections."""
     options = _Gloo._Options()
@@ -205,11 +239,6 @@ def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 def all_gather_flat(process_group: Any, gathered: torch.Tensor, flat: torch.Tensor) -> Any:
     """Start an all-gather into one tensor; return its work."""
     return process_group._allgather_base(gathered, flat)
-
-
-def reduce_scatter_flat(process_group: Any, part: torch.Tensor, flat: torch.Tensor, options: Any) -> Any:
-    """Start a reduce-scatter of one tensor; return its work."""
-    return process_group._reduce_scatter_base(part, flat, options)
 
 
 def root_of_mesh(mesh: Any) -> Any:

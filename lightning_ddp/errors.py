@@ -134,10 +134,6 @@ class CollectiveMismatchError(CollectiveError):
     """The ranks have called, or are about to call, different collectives of a group."""
 
 
-class ReplicaError(LightningDDPError, RuntimeError):
-    """A replica raised an error that cannot be copied; the original error is the `__cause__`."""
-
-
 class UnevenInputsError(LightningDDPError, RuntimeError):
     """A rank has run out of batches where that is not allowed, or has had no batch at all."""
 

@@ -22,7 +22,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
-from lightning_ddp.comm import all_gather_objects, barrier, broadcast_object
+from lightning_ddp.comm import all_gather_objects, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
@@ -59,7 +59,7 @@ def save_state(
     if not communication.has_state:
         return
     state = communication.shared_state(group.size)
-    state["token"] = broadcast_object(group, uuid.uuid4().hex, 0, device)
+    state["token"] = broadcast_nested(group, uuid.uuid4().hex, 0, device)
     state["name"] = Path(path).name
     own = communication.own_state()
     state["has_rank_files"] = any(all_gather_objects(group, bool(own), device))

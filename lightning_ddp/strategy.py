@@ -310,7 +310,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._setup_observer(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
-            from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+            from lightning_ddp.comm.collectives import broadcast_coalesced
 
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)

@@ -285,7 +285,7 @@ class StrategyCore:
 
         Args:
             tensor: a tensor or a nested container, of the same form on all ranks.
-            group: a process group, or a `comm.Group` such as `comm.node_group` makes; None for all ranks.
+            group: a process group, or a `comm.Group` such as `comm.sub_group` makes; None for all ranks.
             reduce_op: 'sum', 'mean' (or 'avg'), 'min', 'max', 'product', or a `ReduceOp`.
 
         Raises:

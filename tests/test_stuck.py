@@ -94,7 +94,7 @@ def play(
     def rank_main(rank: int, world_size: int, process_group: Any) -> None:
         member = Member(server, rank, process_group)
         member.inspector.compare_before_each(is_detailed)
-        member.interrupt.deadline_s = deadline_s
+        member.inspector.deadline_s = deadline_s
         try:
             part(member, rank)
         except (CollectiveTimeoutError, CollectiveMismatchError, RuntimeError) as error:
@@ -222,20 +222,6 @@ def test_a_hooks_own_thread_that_waits_is_seen() -> None:
     assert "of world, channel 1)" in str(error)
 
 
-def test_without_a_control_channel_a_wait_has_no_deadline_of_its_own() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> float:
-        interrupt = Interrupt()
-        interrupt.deadline_s = 0.0
-        group = Group(process_group, interrupt)
-        if rank == 1:
-            threading.Event().wait(0.3)
-        tensor = torch.ones(1)
-        group.wait(group.all_reduce(tensor), CPU)
-        return tensor.item()
-
-    assert run_threads(rank_main, 2) == [2.0, 2.0]
-
-
 # ---------------------------------------------------------------------- before each collective
 
 
@@ -251,7 +237,7 @@ def test_what_matches_passes_and_is_computed() -> None:
         for number in range(3):
             step(member, 4)
             future = channel.submit(lambda: channel.all_reduce(torch.ones(2)))
-            assert comm.broadcast_object(member.group, {"n": number}, 0, CPU) == {"n": number}
+            assert comm.broadcast_nested(member.group, {"n": number}, 0, CPU) == {"n": number}
             assert channel.wait(future).tolist() == [3.0, 3.0]
             assert comm.all_gather(member.group, torch.full((2,), rank)).tolist() == [
                 [0, 0],

@@ -1,8 +1,7 @@
 """Record of this rank's collectives, and the failure that interrupts its waits for them.
 
-`Activity` records which collectives the threads have started and wait for. Threads that communicate write it,
-at about a microsecond per collective; the control channel's thread reads it to report where this rank is.
-`Interrupt` holds the record, and a failure that was reported to that thread.
+Threads that communicate write the record, at about a microsecond per collective; the control channel's thread
+reads it to report where this rank is.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,7 @@ class Entry(NamedTuple):
         label, kind = self.label or "", self.kind
         is_function = label.isidentifier() and label.startswith(kind.split()[0])  # the label repeats the kind
         purpose = "" if is_function or kind.startswith(label) else f"{label}: "
-        return f"{purpose}{kind} of {shapes}{more}"
+        return f"{purpose}{kind}" + f" of {shapes}{more}" * bool(self.tensors)
 
 
 def _shape(shape: torch.Size) -> str:
@@ -232,6 +231,27 @@ def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
     return f"group {number}" if number else "world", range(process_group.size())
 
 
+class Supervisor(Protocol):
+    """Party that can ask all ranks what they do, for a rank that waits; its methods may take a second."""
+
+    deadline_s: float
+    """Age in seconds at which an awaited collective counts as failed."""
+    is_comparing: bool
+    """True if each collective is compared between the ranks before it starts."""
+
+    def explain(self, waiting: Waiting) -> BaseException:
+        """Return the error of a wait whose deadline has passed."""
+        ...
+
+    def look(self, entry: Entry) -> BaseException | None:
+        """Return the error if other ranks wait for another collective."""
+        ...
+
+    def compare(self, entry: Entry) -> None:
+        """Wait until all ranks are about to start this collective; raise if they start others."""
+        ...
+
+
 class Interrupt:
     """A failure reported by another thread, which interrupts waits for collectives.
 
@@ -242,20 +262,14 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.activity = Activity()
-        self.deadline_s = float("inf")
-        """Age in seconds at which an awaited collective counts as failed."""
-        self.explain: Callable[[Waiting], BaseException] | None = None
-        """Function that makes the error of a wait whose deadline has passed; may take a second."""
-        self.look: Callable[[Entry], BaseException | None] | None = None
-        """Function that makes the error if other ranks wait for another collective; may take a second."""
-        self.compare: Callable[[Entry], None] | None = None
-        """Function called before each collective; waits until all ranks are about to start the same one."""
-        self.expect: Callable[..., None] | None = None
-        """Function that registers queued device work with `DeviceWatch`, as no host thread waits for it."""
-        self._looked_at: Entry | None = None
-        self._lock = threading.Lock()
+        self.supervisor: Supervisor | None = None
+        """Explains waits that take too long; None if waits have no deadline."""
+        self.device_watch: Any = None
+        """`DeviceWatch` of queued device work, for which no host thread waits; None if there is none."""
         self.error: BaseException | None = None
         """The failure, or None."""
+        self._looked_at: Entry | None = None
+        self._lock = threading.Lock()
 
     def set(self, error: BaseException) -> bool:
         """Set the failure that waits raise; return True if there was none before."""
@@ -280,18 +294,21 @@ class Interrupt:
         Args:
             is_over: True if the backend's own timeout has passed already.
         """
-        if self.explain is None:
-            return
-        waiting = self.activity.of_this_thread()
-        if waiting is None:
+        supervisor, waiting = self.supervisor, self.activity.of_this_thread()
+        if supervisor is None or waiting is None:
             return
         waited_s = time.monotonic() - waiting.begun_at
-        if is_over or waited_s >= self.deadline_s:
-            raise self.explain(waiting)
+        if is_over or waited_s >= supervisor.deadline_s:
+            raise supervisor.explain(waiting)
         entry = waiting.entry
-        if waited_s < _LOOK_AFTER_S or entry is None or entry is self._looked_at or self.look is None:
+        if waited_s < _LOOK_AFTER_S or entry is None or entry is self._looked_at:
             return
         self._looked_at = entry
-        error = self.look(entry)
+        error = supervisor.look(entry)
         if error is not None:
             raise error
+
+    @property
+    def is_comparing(self) -> bool:
+        """True if each collective is compared between the ranks before it starts."""
+        return self.supervisor is not None and self.supervisor.is_comparing

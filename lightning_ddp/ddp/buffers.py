@@ -23,7 +23,7 @@ from lightning_ddp._torch import (
     foreach_copy_,
     preserve_version_counters,
 )
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 

@@ -87,7 +87,7 @@ class MissingGradients:
         Shorter where collectives are compared before they start: a rank in that comparison does not poll.
         """
         interrupt = self.group.interrupt
-        if interrupt is not None and interrupt.compare is not None:
+        if interrupt is not None and interrupt.is_comparing:
             return _REPORT_DEADLINE_S
         return self.group.timeout_s(self._device)
 

@@ -26,7 +26,7 @@ from lightning_ddp._torch import (
     to_kwargs,
 )
 from lightning_ddp.comm.activity import Interrupt
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
 from lightning_ddp.ddp.buffers import BufferHook, Buffers, BufferSettings, Moment

@@ -394,7 +394,9 @@ class Reducer:
             self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
         self._gradients.settle(absent, exchange)
         while self.futures:
-            self._group.wait_future(self.futures.pop())
+            future = self.futures.pop()
+            self._group.wait_done(future)
+            future.wait()
         if state.creates_graph:
             refuse_double_backward(self._params)
         self.recorder.finish()

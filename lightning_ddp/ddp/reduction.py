@@ -16,7 +16,7 @@ import torch
 
 from lightning_ddp._torch import Future, queue_callback, without_engine_context
 from lightning_ddp.catalogue import hook_name
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced, chunks
+from lightning_ddp.comm.collectives import broadcast_coalesced, chunks
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, GradientStreams
 from lightning_ddp.ddp.hook_agreement import Disagreement, HookAgreement

@@ -37,7 +37,7 @@ from lightning_ddp._lightning import (
     wrap_validation_setup,
 )
 from lightning_ddp.comm import barrier, broadcast_nested, monitored_barrier
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.elastic import WorldChange

@@ -69,7 +69,8 @@ class Channel:
     def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         """Wait for the result of `submit` in the calling thread; raise the error of the job."""
         since = time.monotonic()
-        result: torch.Tensor = self.group.wait_future(future)
+        self.group.wait_done(future)
+        result = future.wait()
         self.group.watch_device(self.device, "exchange of parameters", since)
         return result
 

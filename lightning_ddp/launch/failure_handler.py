@@ -16,9 +16,10 @@ from enum import Enum, auto
 from typing import Any
 
 from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
+from lightning_ddp.comm.abort import abort_groups, explain_retired
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.device_watch import DeviceWatch
-from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
+from lightning_ddp.comm.exit import before_gloo_ends_the_process
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
@@ -104,7 +105,6 @@ class FailureHandler:
         self.end_limit = EndLimit(children, self.wait_for_verdict)
         self._parent_pid: int | None = None
         self._called_within_s = ECHO_WAIT_S + 3.0
-        self._device_watch: DeviceWatch | None = None
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
@@ -235,8 +235,7 @@ class FailureHandler:
         permit_stack()
         self._tell_guard(None)
         self.inspector.attach(self.watch)
-        self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
-        self.interrupt.expect = self._device_watch.expect
+        self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
         self._stop_signals = StopSignals(
             self.watch,
@@ -285,8 +284,8 @@ class FailureHandler:
 
     def forget_device(self) -> None:
         """Stop watching what a device has still to run, as its groups will be aborted."""
-        if self._device_watch is not None:
-            self._device_watch.forget()
+        if self.interrupt.device_watch is not None:
+            self.interrupt.device_watch.forget()
 
     def check_whether_late(self) -> None:
         """Exit with code 0 from a process that is to join if the others have ended the job."""
@@ -356,7 +355,7 @@ class FailureHandler:
     def leave_together(self) -> None:
         """Wait until the run has ended on all ranks: what this one does next may rely on that."""
         if self.watch is not None and self._depth == 1:
-            limit_s = min(self.interrupt.deadline_s, _LONGEST_END_S)
+            limit_s = min(self.inspector.deadline_s, _LONGEST_END_S)
             self.watch.leave_run(self.inspector.leave, limit_s, self.alarm.silence)
             if self.alarm.is_silent:  # all ranks have ended the run: a failure after that is not part of it
                 return
@@ -613,8 +612,8 @@ class FailureHandler:
 
     def close(self) -> None:
         """Leave the job: the exit of this process is no failure from now on."""
-        if self._device_watch is not None:
-            self._device_watch.close()
+        if self.interrupt.device_watch is not None:
+            self.interrupt.device_watch.close()
         if self.watch is not None:
             self.watch.close()
         if self.server is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
-from lightning_ddp.comm.teardown import remember_connections
+from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.hydra_jobs.agreement import share_job
 from lightning_ddp.hydra_jobs.jobs import jobs

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
+from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.barrier import store_of_attempt
-from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError, one_of
 from lightning_ddp.launch.interface import (
     backend_names,

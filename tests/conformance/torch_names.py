@@ -17,7 +17,7 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.ddp.bucket import sparse_parameters
 from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module import BucketedDDP
