@@ -122,20 +122,6 @@ def describe_hook(hook: Any) -> str:
     return f"{module}.{hook_name(hook)} ({', '.join([*arguments, f'code {digest}'])})"
 
 
-def describe_state(state: Any) -> str:
-    """Return the settings in the state of one of torch's hooks; '' for any other state.
-
-    >>> from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-    >>> describe_state(PostLocalSGDState(None, None, start_localSGD_iter=5))
-    'PostLocalSGDState(iter=0, post_local_gradient_allreduce=True, start_localSGD_iter=5)'
-    """
-    if not type(state).__module__.startswith("torch.") or not hasattr(state, "__slots__"):
-        return ""
-    values = {key: getattr(state, key, None) for key in sorted(state.__slots__)}
-    listed = ", ".join(f"{k}={v!r}" for k, v in values.items() if isinstance(v, _PLAIN) and v is not None)
-    return f"{type(state).__name__}({listed})"
-
-
 def _digest(code: CodeType) -> str:
     """Hash instructions, names and plain constants; not paths, which may differ between hosts."""
     parts = [repr(code.co_code), repr(code.co_names)]

@@ -71,7 +71,7 @@ class Reducer:
         self._params = self.layout.params
         self._group = group
         self._device = device
-        self.reduction = Reduction(group, device, token, memory)
+        self.reduction = Reduction(group, memory)
         board = MissingGradients(group, token, device)
         self.failures = BackwardFailures(board, self.layout.names, raises_at_once=options.raises_at_once)
         self._lock = threading.Lock()
@@ -344,8 +344,8 @@ class Reducer:
                     following.streams.join()
                 self.recorder.launching()
                 try:
-                    self.reduction.launch(following, state, self._watch(state))
-                except (CommHookError, MissingGradientError) as error:
+                    self.reduction.launch(following, state)
+                except CommHookError as error:
                     self.failures.note(error)
                     raise
                 self.recorder.launched(state.num_taken, following.work)
@@ -426,7 +426,7 @@ class Reducer:
         self._count_step(state)
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
-            self.reduction.launch(bucket, state, self._watch(state))
+            self.reduction.launch(bucket, state)
         exchange = self._gradients.start_exchange(None)
         for bucket in zeros:
             if bucket.work is not None:

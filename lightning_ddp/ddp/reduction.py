@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +18,7 @@ from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.gather_scatter import broadcast_coalesced, chunks
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, GradientStreams
-from lightning_ddp.ddp.hook_agreement import Disagreement, HookAgreement
-from lightning_ddp.errors import CommHookError, MissingGradientError
+from lightning_ddp.errors import CommHookError
 from lightning_ddp.shm.shared_memory import Deferred, SharedMemory, Worker
 
 _INLINE_BYTES = 2 * 1024 * 1024
@@ -70,20 +68,13 @@ class Reduction:
     """Start of the reduction of full buckets, and wait for it.
 
     All ranks must call its methods in the same order. The flat buffers lie in `memory`, if the ranks share
-    memory; else they are reduced by the group. The token is the same on all ranks, different for every
-    reducer.
+    memory; else they are reduced by the group.
     """
 
-    def __init__(
-        self, group: Group, device: torch.device, token: str, memory: SharedMemory | None = None
-    ) -> None:
+    def __init__(self, group: Group, memory: SharedMemory | None = None) -> None:
         self._group = group
         self._memory = memory
         self._worker = Worker(group.interrupt.activity.busy if group.interrupt is not None else None)
-        self._device = device
-        self._token = token
-        self._num_hooks = 0
-        self._agreement: HookAgreement | None = None
         self.hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the built-in mean."""
         self.state: Any = None
@@ -94,9 +85,6 @@ class Reduction:
         self.hook = hook
         self._memory = None
         self.state = state
-        self._num_hooks += 1
-        prefix = f"{self._token}/{self._num_hooks}"
-        self._agreement = HookAgreement(self._group, prefix, self._device, state, hook)
         self.scale = None
 
     def set_divisor(self, divisor: int) -> None:
@@ -108,17 +96,11 @@ class Reduction:
         """Stop the thread of the transport; a later launch would start another thread."""
         self._worker.end()
 
-    def launch(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
+    def launch(self, bucket: Bucket, state: BackwardState) -> None:
         """Start the reduction of a full bucket, the next in the launch order of all ranks.
 
-        Args:
-            bucket: the full bucket.
-            state: the backward that it belongs to.
-            on_slice: called repeatedly with the seconds for which a new hook has waited for the other ranks;
-                may raise.
-
         Raises:
-            CommHookError: the hook raised, returned no future, or differs between the ranks.
+            CommHookError: the hook raised, or returned no future.
         """
         if bucket.is_skipped or not bucket.flat.numel():
             return
@@ -126,15 +108,11 @@ class Reduction:
         if self.hook is None:
             bucket.work = self._start_mean(bucket, state)
             return
-        assert self._agreement is not None  # set together with the hook
-        is_known = self._agreement.is_over(state.step)
         try:
-            with without_engine_context(), nullcontext() if is_known else self._agreement.launching(on_slice):
+            with without_engine_context():
                 bucket.work = self._checked(bucket, state, self.hook(self.state, bucket))
-        except (CommHookError, MissingGradientError):
+        except CommHookError:
             raise
-        except Disagreement as error:
-            raise self._error(bucket, state, str(error)) from error
         except Exception as error:
             raise self._error(bucket, state, f"raised {type(error).__name__}: {error}") from error
 
