@@ -13,7 +13,6 @@ import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_as_torch, assert_same, grads_of, state_of
 from harness import run_ranks, run_threads
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
@@ -130,7 +129,7 @@ def test_caps_that_are_no_sizes_are_named() -> None:
     run_threads(rank_main, 1)
 
 
-# ---------------------------------------------------------------- unused buckets, delayed parameters
+# ---------------------------------------------------------------- unused buckets
 
 
 class Branches(nn.Module):
@@ -165,86 +164,6 @@ def test_buckets_of_which_nothing_was_used_are_not_reduced(skips, expected) -> N
         return seen, reduced
 
     assert run_threads(rank_main, 2) == [(["abc", "a", "bc", "abc"], expected)] * 2
-
-
-class Delayed(nn.Module):
-    """An input layer that is used twice, in two forwards of one step, and a layer on top."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(4, 4)
-        self.in_double = nn.Linear(4, 4, dtype=torch.float64)
-        self.top = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.top(self.in_double(torch.tanh(self.shared(x)).double()).float())
-
-
-def delayed(rank, world_size, wrap, names, hooked):
-    torch.manual_seed(rank)  # other weights on each rank: those of rank 0 have to win
-    module = Delayed()
-    params = dict(module.named_parameters())
-    delay = {
-        "delay_all_reduce_named_params": [(n, params[n]) for n in names],
-        "param_to_hook_all_reduce": params[hooked],
-    }
-    # torch never waits for its delayed all-reduce, on gloo a race; its plain mean is the same number
-    model = wrap(module, **({} if wrap is DistributedDataParallel else delay))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    seen = [state_of(module)]
-    for step in range(3):
-        optimizer.zero_grad()
-        model(x_of(rank, step)).square().sum().backward()
-        seen.append(grads_of(module))
-        optimizer.step()
-    return [*seen, state_of(module)]
-
-
-def test_delayed_parameters_are_averaged_when_the_hooked_one_is_ready() -> None:
-    for names in (["top.weight", "top.bias"], ["top.weight", "shared.bias"]):
-        for first, second in zip(*assert_as_torch(delayed, 2, names, "shared.weight"), strict=True):
-            assert_same(first, second, "both ranks")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["shared.weight"], ["in_double.weight", "top.bias", "in_double.bias"], ["shared.weight", "top.weight"]],
-    ids=" ".join,
-)
-def test_delayed_parameters_of_several_dtypes_and_the_hooked_one_itself_get_the_mean(names) -> None:
-    """Torch keeps them in one flat tensor of float32, and reduces it before the hooked one is in there."""
-    expected = run_ranks(delayed, 2, BucketedDDP, ["top.bias"], "shared.weight")
-    for rank, found in enumerate(run_ranks(delayed, 2, BucketedDDP, names, "shared.weight")):
-        assert_same(found, expected[rank], f"rank {rank}")
-
-
-def all_delayed(rank, world_size):
-    module = net()
-    model = BucketedDDP(
-        module,
-        delay_all_reduce_named_params=list(module.named_parameters()),
-        param_to_hook_all_reduce=module.one.weight,
-    )
-    return train(model, rank)
-
-
-def test_all_parameters_may_be_delayed() -> None:
-    # torch 2.13 fails in forward then; the means are those of any other wrapper
-    expected = run_ranks(with_options, 2, BucketedDDP, 8, {})
-    for rank, found in enumerate(run_ranks(all_delayed, 2)):
-        assert_same(found, expected[rank], f"rank {rank}")
-
-
-def test_delayed_parameters_and_the_hooked_one_go_together() -> None:
-    def rank_main(rank, world_size, group):
-        module = net()
-        with pytest.raises(ConfigurationError, match="hook_all_reduce need each other"):
-            BucketedDDP(module, process_group=group, param_to_hook_all_reduce=module.one.weight)
-        named = [("one.bias", module.one.bias)]
-        with pytest.raises(ConfigurationError, match="hook_all_reduce need each other"):
-            BucketedDDP(module, process_group=group, delay_all_reduce_named_params=named)
-
-    run_threads(rank_main, 1)
 
 
 # ---------------------------------------------------------------- groups
@@ -444,26 +363,6 @@ def test_after_teardown_the_module_can_be_wrapped_again() -> None:
     expected = run_ranks(with_options, 2, BucketedDDP, 8, {})
     for rank, found in enumerate(run_ranks(wraps_twice, 2)):
         assert_same(found, expected[rank], f"rank {rank}")
-
-
-def test_teardown_removes_every_hook() -> None:
-    def rank_main(rank, world_size, group):
-        module = net()
-        named = [("one.bias", module.one.bias)]
-        model = BucketedDDP(
-            module,
-            process_group=group,
-            delay_all_reduce_named_params=named,
-            param_to_hook_all_reduce=module.one.weight,
-        )
-        model.teardown()
-        hooks = [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
-        module(torch.full((1, 4), rank + 1.0)).sum().backward()
-        return hooks, len(module.one.weight._backward_hooks or ()), module.one.weight.grad.clone()
-
-    (hooks, num_backward_hooks, first_grad), (_, _, second_grad) = run_threads(rank_main, 2)
-    assert (hooks, num_backward_hooks) == ([0] * 6, 0)
-    assert not torch.equal(first_grad, second_grad), "each rank has its own again"
 
 
 class Reentrant(nn.Module):

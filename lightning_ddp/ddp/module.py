@@ -42,7 +42,7 @@ from lightning_ddp.ddp.module_checks import (
     verify_across_ranks,
 )
 from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.reduction import CommHook, DelayedAllReduce
+from lightning_ddp.ddp.reduction import CommHook
 from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
@@ -55,7 +55,6 @@ _OF_THIS_PROCESS = (
     "_places",
     "_forward_notice",
     "_active_ranks",
-    "_delayed",
     "reducer",
     "device_mesh",
 )
@@ -104,11 +103,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
             communication starts after that backward pass, and later during it. Parameters may be unused, or
             get several gradients in one backward pass (re-entrant checkpointing); a graph that changes is an
             error.
-        delay_all_reduce_named_params: (name, parameter) pairs that are not in buckets; None for no such
-            parameters. Their gradients are averaged together when that of `param_to_hook_all_reduce` is
-            ready.
-        param_to_hook_all_reduce: Parameter whose gradient starts the average of
-            `delay_all_reduce_named_params`. Pass both or neither.
+        delay_all_reduce_named_params: Only None. Kept for torch's signature.
+        param_to_hook_all_reduce: Only None. Kept for torch's signature.
         mixed_precision: torch's `_MixedPrecision`, or None for full precision. Parameters, inputs and buffers
             are in low precision from forward to the end of backward; gradients arrive in full precision.
         device_mesh: One-dimensional device mesh with the ranks, instead of `process_group`; or None.
@@ -155,8 +151,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
         mixed_precision: MixedPrecisionConfig | None = None,
         device_mesh: Any | None = None,
         skip_all_reduce_unused_params: bool = False,
@@ -178,18 +174,16 @@ class BucketedDDP(Joinable, torch.nn.Module):
             )
         if skip_all_reduce_unused_params and not find_unused_parameters:
             raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
-        delayed = dict(delay_all_reduce_named_params or ())
-        if bool(delayed) != (param_to_hook_all_reduce is not None):
+        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
             raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need each other. Pass both or"
-                " neither."
+                "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported. Omit them."
             )
         caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         group = check_process_group(process_group, device_mesh)
-        self.parameters_to_ignore = {*getattr(module, IGNORED_NAMES, ()), *delayed}
-        named = trainable_parameters(module, self.parameters_to_ignore, may_be_none=bool(delayed))
+        self.parameters_to_ignore = set(getattr(module, IGNORED_NAMES, ()))
+        named = trainable_parameters(module, self.parameters_to_ignore)
         self.module = module
-        self.device = next(iter([p for _, p in named] or module.parameters())).device
+        self.device = named[0][1].device
         self.dim = dim
         self._passing_sync_batchnorm_handle(module)
         self.device_ids = check_device_ids(device_ids, output_device, [p for _, p in named])
@@ -218,7 +212,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
                 "bucket_cap_mb": bucket_cap_mb,
                 "bucket_cap_mb_list": bucket_cap_mb_list and list(bucket_cap_mb_list),
-                "delay_all_reduce_named_params": list(delayed) or None,
                 "transport": transport,
                 "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
             }
@@ -240,24 +233,21 @@ class BucketedDDP(Joinable, torch.nn.Module):
             early_copy_bytes=EARLY_COPY_BYTES[batched_grad_copy],
             dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
         )
-        self._connect(token, find_hosts(self._group, self.device))
-        self._delayed = None
-        if param_to_hook_all_reduce is not None:
-            params, is_on = list(delayed.values()), lambda: self.require_backward_grad_sync
-            self._delayed = DelayedAllReduce(self._group, params, param_to_hook_all_reduce, is_on)
+        self._connect(named, token, find_hosts(self._group, self.device))
         if init_sync:
             broadcast_coalesced(self._group, self.states())
             if self._buffer_settings.at_construction:
                 self._module_buffers.copy()
         self._log_construction()
 
-    def _connect(self, token: str, hosts: Hosts | None) -> None:
+    def _connect(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str, hosts: Hosts | None
+    ) -> None:
         """Make the reducer and the objects tied to this process and group.
 
         Collective: all ranks must call it, if ranks share hosts.
         """
         ignored = frozenset(self.parameters_to_ignore)
-        named = trainable_parameters(self.module, ignored, may_be_none=True)
         sparse = sparse_parameters(self.module.modules())
         self._module_buffers = Buffers(self._group, self.module, ignored, self._buffer_settings)
         self._places = ParameterPlaces(self.module, named)
@@ -295,8 +285,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._group = Group(check_process_group(None, None), transport=self.transport)
-        self._delayed = None
-        self._connect("restored", None)
+        self._connect(trainable_parameters(self.module, self.parameters_to_ignore), "restored", None)
         self._log_construction()
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
@@ -322,17 +311,17 @@ class BucketedDDP(Joinable, torch.nn.Module):
         Collective: all ranks must call it.
         """
         group = Group(process_group, self._group.interrupt, transport=self.transport)
-        check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
+        named = list(zip(self._places.names, self._places.parameters, strict=True))
+        check_backend(group, self.module, named)
         before, recorder = self.reducer.reduction, self.reducer.recorder
         last_error = self.reducer.failures.last_error
         self.reducer.close()
         self._group = group
-        self._connect(f"updated/{group.next_number('updated')}", find_hosts(self._group, self.device))
+        token = f"updated/{group.next_number('updated')}"
+        self._connect(named, token, find_hosts(self._group, self.device))
         self.reducer.recorder, self.reducer.failures.last_error = recorder, last_error
         if before.hook is not None:
             self.reducer.set_hook(before.state, before.hook)
-        if self._delayed is not None:
-            self._delayed.group = self._group
 
     def states(self) -> list[torch.Tensor]:
         """Return the parameters that this wrapper keeps equal on all ranks: all but the ignored ones."""
@@ -412,8 +401,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
-            if self._delayed is not None:
-                self._delayed.prepare()
             self._set_divisor()
             self.reducer.arm(outputs, absent)
         else:
@@ -501,8 +488,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
     def teardown(self) -> None:
         """Remove the hooks from the parameters, so that the module can be used without this wrapper."""
         self.reducer.close()
-        if self._delayed is not None:
-            self._delayed.remove_hooks()
 
     def record_steps(self, num_steps: int = 256) -> StepRecorder:
         """Start recording computation and communication times of synchronized steps on this rank.
@@ -544,7 +529,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             throw_on_early_termination: If True, all ranks raise RuntimeError when the first one runs out.
 
         Raises:
-            ConfigurationError: There is no default process group, or gradients are averaged with a delay.
+            ConfigurationError: There is no default process group.
         """
         if not dist.is_initialized():
             if not enable:
@@ -552,11 +537,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
             raise ConfigurationError(
                 "join() needs torch.distributed.init_process_group, because torch's Join communicates"
                 " through it"
-            )
-        if enable and self._delayed is not None:
-            raise ConfigurationError(
-                "join() does not work with delay_all_reduce_named_params: a rank without input does not"
-                " know when the others reduce those parameters. Leave out one of the two."
             )
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         context: AbstractContextManager[None] = Join([self], enable, throw_on_early_termination, **options)

@@ -33,7 +33,7 @@ _DENSE_BACKENDS = ("nccl", "mpi", "ucc", "xccl")
 
 
 def trainable_parameters(
-    module: torch.nn.Module, ignored: Collection[str], *, may_be_none: bool = False
+    module: torch.nn.Module, ignored: Collection[str]
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters that require gradients, with their qualified names.
 
@@ -49,7 +49,7 @@ def trainable_parameters(
             " before wrapping, so that they get their shapes."
         )
     trainable = [(n, p) for n, p in named if p.requires_grad]
-    if not trainable and not may_be_none:
+    if not trainable:
         raise UnsuitableModuleError(
             f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to"
             " average. Use it without a data-parallel wrapper, or set requires_grad=True on a parameter."

@@ -1,23 +1,18 @@
-"""Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook.
-
-Gradients in no bucket are reduced together, when the gradient of one chosen parameter is ready.
-"""
+"""Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_ddp._torch import Future, queue_callback, without_engine_context
+from lightning_ddp._torch import Future, without_engine_context
 from lightning_ddp.catalogue import hook_name
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced, chunks
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.bucket import Bucket, GradientStreams
+from lightning_ddp.ddp.bucket import Bucket
 from lightning_ddp.errors import CommHookError
 from lightning_ddp.shm.shared_memory import Deferred, SharedMemory, Worker
 
@@ -183,82 +178,3 @@ class Reduction:
             f" (bucket {bucket.index()}, {bucket.flat.numel()} elements,"
             f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
         )
-
-
-# ---------------------------------------------------------------------- gradients in no bucket
-
-
-class DelayedAllReduce:
-    """Flat buffers with the gradients of some parameters, averaged after a trigger.
-
-    torch's `delay_all_reduce_named_params` and `param_to_hook_all_reduce`: for gradients to which several
-    forwards of one step add, so that the number of arrived gradients does not show when they are complete.
-
-    Construction broadcasts rank 0's parameters.
-
-    Collective: all ranks must call it.
-
-    Args:
-        group: the ranks.
-        parameters: parameters whose gradients are averaged; the same on all ranks, in the same order.
-        trigger: parameter whose gradient is ready after all others.
-        is_on: returns True if the running backward is synchronized.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        parameters: Sequence[torch.nn.Parameter],
-        trigger: torch.nn.Parameter,
-        is_on: Callable[[], bool],
-    ) -> None:
-        self.group = group
-        self._is_on = is_on
-        self._works: list[tuple[Any, torch.device]] = []
-        self._flats: list[torch.Tensor] = []
-        self._places: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        for same in chunks(parameters, math.inf):
-            flat = same[0].new_zeros(sum(p.numel() for p in same))
-            self._flats.append(flat)
-            parts = flat.split([p.numel() for p in same])
-            self._places += [(p, part.view(p.shape)) for p, part in zip(same, parts, strict=True)]
-        broadcast_coalesced(group, list(parameters))
-        self._streams = {f.device: GradientStreams(f.device) for f in self._flats if f.is_cuda}
-        on_streams = [p for p in parameters if p.device in self._streams]
-        self._handles = [p.register_post_accumulate_grad_hook(self._note_stream) for p in on_streams]
-        # Registered last: the trigger may be one of the parameters, whose stream must be recorded before.
-        self._handles.append(trigger.register_post_accumulate_grad_hook(self._launch))
-
-    def prepare(self) -> None:
-        """Make every `.grad` a view of its buffer before a backward; zero where there was none."""
-        for streams in self._streams.values():
-            streams.clear()
-        with torch.no_grad():
-            for parameter, view in self._places:
-                if parameter.grad is None:
-                    view.zero_()
-                elif parameter.grad is not view:
-                    view.copy_(parameter.grad)
-                parameter.grad = view
-
-    def _note_stream(self, parameter: torch.Tensor) -> None:
-        self._streams[parameter.device].note()
-
-    def _launch(self, _trigger: torch.Tensor) -> None:
-        if not self._is_on():
-            return
-        for streams in self._streams.values():
-            streams.join()
-        with torch.no_grad():
-            for flat in self._flats:
-                self._works.append((self.group.all_reduce(flat.div_(self.group.size)), flat.device))
-        queue_callback(self._finish)
-
-    def _finish(self) -> None:
-        while self._works:
-            self.group.wait(*self._works.pop(0))
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()

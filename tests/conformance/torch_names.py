@@ -86,7 +86,7 @@ class OfWrapper:
                 setattr(tensor, IS_IGNORED, True)
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        named = trainable_parameters(self.module, self.parameters_to_ignore, may_be_none=True)
+        named = trainable_parameters(self.module, self.parameters_to_ignore)
         sparse = sparse_parameters(self.module.modules())
         return [p for _, p in named], [id(p) in sparse for _, p in named]
 
