@@ -7,14 +7,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import run_ranks, run_threads, run_threads_outcomes
 from models import MLP, ConvBatchNorm, MixedDtypes, batch, build
 from torch import Tensor, nn
@@ -451,130 +449,6 @@ def test_lazy_parameters_are_an_error_that_lists_them_until_they_have_shapes():
     run_threads(wrap_lazy, 2)
 
 
-# ---------------------------------------------------------------- parameters without a gradient
-
-
-class SkipsLayers(nn.Module):
-    """Leaves out the layers that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.middle = nn.ModuleDict({"left": nn.Linear(4, 4), "right": nn.Linear(4, 4)})
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, skip: frozenset[str]) -> Tensor:
-        for name, layer in [
-            ("first", self.first),
-            ("left", self.middle["left"]),
-            ("right", self.middle["right"]),
-            ("last", self.last),
-        ]:
-            if name not in skip:
-                x = layer(x)
-        return x
-
-
-FAULTY_STEP = 2
-
-
-def steps_with_missing(rank, world_size, group, skip_by_rank, options):
-    """The step, the phase and the error that this rank saw, and how long the faulty backward took."""
-    model = BucketedDDP(SkipsLayers(), process_group=group, **options)
-    for step in range(FAULTY_STEP + 1):
-        skip = skip_by_rank.get(rank, frozenset()) if step == FAULTY_STEP else frozenset()
-        output = model(torch.ones(2, 4), skip)
-        started = time.monotonic()
-        try:
-            output.sum().backward()
-        except RuntimeError as error:
-            return step, str(error), time.monotonic() - started
-    return None
-
-
-MISSING = {
-    "left": {"middle.left.weight", "middle.left.bias"},
-    "right": {"middle.right.weight", "middle.right.bias"},
-    "first": {"first.weight", "first.bias"},
-    "last": {"last.weight", "last.bias"},
-}
-ALL_NAMES = set().union(*MISSING.values())
-
-
-SKIPPED = {
-    "both": {0: {"left"}, 1: {"left"}},
-    "both three layers": {0: {"left", "right", "last"}, 1: {"left", "right", "last"}},
-    "rank 1": {1: {"left"}},
-    "rank 0 the last": {0: {"last"}},
-    "rank 0 the first": {0: {"first"}},
-    "different ones": {0: {"left"}, 1: {"right", "last"}},
-}
-CAPS = {"one bucket": None, "one each": ONE_BUCKET_EACH_MB}
-
-
-@pytest.fixture(scope="module")
-def faulty_runs():
-    """All cases at once: a collective that one rank has left pending holds its group to its time limit."""
-    with ThreadPoolExecutor(len(SKIPPED) * len(CAPS)) as pool:
-        yield {
-            (skipped, cap): pool.submit(
-                run_threads,
-                steps_with_missing,
-                2,
-                skip_by_rank,
-                {"bucket_cap_mb": bucket_cap_mb},
-                timeout_s=20,
-                collective_s=3.0,
-            )
-            for skipped, skip_by_rank in SKIPPED.items()
-            for cap, bucket_cap_mb in CAPS.items()
-        }
-
-
-@pytest.mark.xdist_group("missing gradients")
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("skipped", SKIPPED)
-def test_missing_gradients_are_an_error_on_every_rank_in_that_step(faulty_runs, skipped, cap):
-    answers, skip_by_rank = faulty_runs[skipped, cap].result(), SKIPPED[skipped]
-    expected = [set().union(*(MISSING[layer] for layer in skip_by_rank.get(rank, ()))) for rank in range(2)]
-    for answer in answers:
-        assert answer is not None, "the step passed without an error"
-        step, message, seconds = answer
-        assert step == FAULTY_STEP
-        assert seconds < 5
-        assert names_by_rank(message, 2) == expected
-        assert "find_unused_parameters=True" in message
-        assert "requires_grad=False" in message
-
-
-def names_by_rank(message: str, world_size: int) -> list[set[str]]:
-    """The parameters that the message lists for each rank, wherever in the line of that rank they are."""
-    lines = [line.strip() for line in message.splitlines()]
-    found = []
-    for rank in range(world_size):
-        of_rank = [line for line in lines[1:] if line.startswith(f"rank {rank}:")]
-        assert len(of_rank) == 1, f"no line for rank {rank} in: {message}"
-        words = set(of_rank[0].replace(",", " ").replace("'", " ").split())
-        found.append(words & ALL_NAMES)
-    return found
-
-
-def missing_in_processes(rank, world_size, skip_by_rank):
-    return steps_with_missing(rank, world_size, dist.group.WORLD, skip_by_rank, {})
-
-
-@pytest.mark.parametrize("faulty", [0, 1, 2])
-def test_one_of_three_processes_without_a_gradient_stops_all(faulty):
-    answers = run_ranks(missing_in_processes, 3, {faulty: {"right"}}, timeout_s=30)
-    for answer in answers:
-        assert answer is not None, "the step passed without an error"
-        step, message, seconds = answer
-        assert step == FAULTY_STEP
-        assert seconds < 5
-        expected = [MISSING["right"] if rank == faulty else set() for rank in range(3)]
-        assert names_by_rank(message, 3) == expected
-
-
 # ---------------------------------------------------------------- interruptions
 
 
@@ -655,58 +529,6 @@ def test_a_signal_handler_runs_while_a_collective_is_pending(name, with_hook, tm
     assert seen == "interrupted"
     assert handled == [getattr(signal, name)]
     assert seconds < 1.0  # 0.2 s is promised; the rest is for a busy machine
-
-
-# ---------------------------------------------------------------- exceptions of the user in backward
-
-
-class UserError(Exception):
-    """Raised by the user's code in backward."""
-
-
-@contextmanager
-def raising_in_backward_at(tensor_of: Callable[[], Tensor]) -> Iterator[None]:
-    def fail(grad: Tensor) -> None:
-        raise UserError("not finite")
-
-    handle = tensor_of().register_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def steps_around_a_user_error(rank, world_size, group, faulty_step, options):
-    module = build("mlp", seed=7)
-    model = BucketedDDP(module, process_group=group, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    num_errors = 0
-    for step in range(5):
-        optimizer.zero_grad()
-        if step == faulty_step:
-            # gradients of the last layers are there, some buckets are on their way, then it raises
-            with (
-                raising_in_backward_at(lambda: module.layers[0].weight),
-                pytest.raises(UserError, match="not finite"),
-            ):
-                backward_of_batch(model, "mlp", rank, step)
-            num_errors += 1
-            continue
-        alone = MLP()
-        alone.load_state_dict(module.state_dict())
-        backward_of_batch(alone, "mlp", rank, step)
-        backward_of_batch(model, "mlp", rank, step)
-        assert_equal(grads_of(module), mean_over_ranks(grads_of(alone), world_size, group))
-        optimizer.step()
-    return num_errors
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("bucket_cap_mb", [None, 0.01, ONE_BUCKET_EACH_MB])
-@pytest.mark.parametrize("faulty_step", [0, 1, 2])
-def test_a_step_after_an_exception_in_backward_is_clean(faulty_step, bucket_cap_mb, as_view):
-    options = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": as_view}
-    assert run_threads(steps_around_a_user_error, 2, faulty_step, options) == [1, 1]
 
 
 # ---------------------------------------------------------------- several threads of autograd

@@ -285,17 +285,3 @@ def test_the_graph_tells_which_leaves_a_backward_reaches() -> None:
     assert reached_parameters([(a * b).sum(), c]) == {id(a), id(b), id(c)}
     assert reached_parameters([(a * b.detach()).sum()]) == {id(a)}
     assert reached_parameters([torch.ones(1)]) == set()
-
-
-def test_a_missing_gradient_next_to_one_that_is_switched_off_is_still_an_error() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Branches(), process_group=group)
-        model.module.c.requires_grad_(False)
-        unwrapped = (
-            model.module
-        )  # the loss is not an output of the wrapper, so no output tells of its backward
-        model.prepare_for_backward()
-        with pytest.raises(MissingGradientError, match=r"rank 0: b\.weight\n"):
-            unwrapped(input_of(rank), ("a",)).backward()
-
-    run_threads(rank_main, 2)

@@ -20,7 +20,7 @@ from lightning_ddp.ddp.bucket import Bucket
 from lightning_ddp.ddp.gradient_errors import BackwardFailures
 from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
-from lightning_ddp.errors import BackwardOrderError, MissingGradientError
+from lightning_ddp.errors import BackwardOrderError
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
@@ -143,9 +143,9 @@ class Gradients:
         full = [bucket for bucket in self._layout.buckets if bucket.all_but_one < 0]
         for bucket in full:  # without any expected gradient, no rank launches it
             bucket.is_skipped = self._declared.issuperset(bucket.spec.indices)
-        return full + self._mark_absent(self._unreached)
+        return full + self.mark_absent(self._unreached)
 
-    def _mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
+    def mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
         """Count parameters without a gradient as ready, with zeros or accumulated values.
 
         Returns:
@@ -194,44 +194,10 @@ class Gradients:
 
     # ------------------------------------------------------------------ when the backward is over
 
-    def complete(self, state: BackwardState) -> tuple[list[Bucket], MissingGradientError | None]:
-        """Handle the end of a backward that left buckets unfilled: unused parameters, or an error.
-
-        May wait for the other ranks in case of an error.
-
-        Returns:
-            The buckets that are full now, and the error, if any.
-        """
+    def late(self, state: BackwardState) -> list[int]:
+        """Return the parameters that lack gradients at the end of a backward."""
         found, known = Counter(state.ready), self._declared | self._unreached
-        late = [i for i, count in enumerate(self.counts) if i not in known and found[i] < count]
-        if not self.may_lack:
-            if not state.ready and self._failures.board.is_skipped(state.step):
-                state.is_skipped = True
-                return self._skip(late), None
-            is_first = state.step == 0 and not self.is_static
-            error = self._failures.missing(state.step, late, state.num_taken, is_first=is_first)
-            if error is not None:
-                return [], error
-            self._declared.update(late)
-        return self._mark_absent(late), None
-
-    def _skip(self, indices: Sequence[int]) -> list[Bucket]:
-        """Average only accumulated gradients, as no rank has used any parameter.
-
-        torch's DDP does nothing here, which leaves the ranks with different accumulated gradients.
-
-        Collective: all ranks must call it.
-
-        Returns:
-            All buckets; those in which no rank has accumulated anything are not reduced.
-        """
-        full = self._mark_absent(indices)
-        self.unsynced.update(i for i in indices if self._params[i].grad is not None)
-        counts = self._finish(self._exchange(indices), is_needed=True, may_settle=False) or []
-        self._declared.update(i for i in indices if not counts[i])
-        for bucket in full:
-            bucket.is_skipped = self._declared.issuperset(bucket.spec.indices)
-        return full
+        return [i for i, count in enumerate(self.counts) if i not in known and found[i] < count]
 
     def learn(self, ready: Sequence[int]) -> None:
         """Record the gradients of a static graph's first step, and copy the large gradients."""
@@ -253,42 +219,31 @@ class Gradients:
         return [b.spec.indices[p] for b in self._layout.buckets for p in sorted(b.absent)]
 
     def start_exchange(self, absent: Sequence[int] | None) -> Any | None:
-        """Start the exchange of used parameters, if ranks have one; return its work, or None.
+        """Start the sum over the ranks of the parameters that each used since the last exchange.
 
         `absent` is None on a rank without input, which takes part in the backward of the others.
-        """
-        return self._exchange(absent) if self.are_counted and self._settled is None else None
 
-    def _exchange(self, absent: Sequence[int] | None) -> Any:
-        """Start the sum over the ranks of the parameters that each used since the last exchange."""
+        Returns:
+            Its work; None if the ranks need no exchange.
+        """
+        if not self.are_counted or self._settled is not None:
+            return None
         used = [int(absent is not None)] * len(self._sums)
         for index in absent or ():
             used[index] = int(index in self.unsynced and index not in self._declared)
         self._sums = uploaded(torch.tensor(used, dtype=torch.int32), self._device)
         return self._group.all_reduce(self._sums)
 
-    def _finish(self, work: Any, *, is_needed: bool, may_settle: bool = True) -> list[int] | None:
-        """Wait for the sum; if the result is needed, the host waits for the device, too.
-
-        Returns:
-            Number of ranks that used each parameter; None if that is neither needed nor, with a static graph,
-            final.
-        """
-        self._group.wait(work, self._device)
-        self.unsynced.clear()
-        settles = may_settle and self.is_static
-        if not (is_needed or settles):
-            return None
-        *counts, num_ranks = self._sums.tolist()
-        if settles and num_ranks == self._group.size:
-            self._settled = counts
-        return counts
-
     def settle(self, absent: Sequence[int], exchange: Any | None) -> None:
         """Wait for the exchange; give absent parameters the mean where another rank has used them."""
         counts = self._settled
         if exchange is not None:
-            counts = self._finish(exchange, is_needed=bool(absent))
+            self._group.wait(exchange, self._device)
+            self.unsynced.clear()
+            if absent or self.is_static:  # else the host need not wait for the device
+                *counts, num_ranks = self._sums.tolist()
+                if self.is_static and num_ranks == self._group.size:
+                    self._settled = counts
         with torch.no_grad():
             for index in absent:
                 bucket, position = self._layout.where[index]

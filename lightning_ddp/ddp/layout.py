@@ -46,9 +46,6 @@ class ReducerOptions:
     """True if every step has the graph of the first step."""
     skip_all_reduce_unused_params: bool = False
     """True to skip buckets without a used parameter; all ranks must use the same parameters."""
-    raises_at_once: bool = True
-    """True to raise in the first backward for gradients that all ranks miss; False for a warning there and an
-    error in the next step, as late as torch's."""
     early_copy_bytes: int = _EARLY_COPY_BYTES
     """Bytes from which a gradient is copied into its bucket when it arrives, while it is in the cache.
     Smaller gradients go in one multi-tensor copy when the last of the bucket has arrived."""

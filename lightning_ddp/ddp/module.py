@@ -117,10 +117,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
             bucket together.
         forward_sync_buffers: True or False as for `broadcast_buffers`, except that construction always copies
             buffers; None to use `broadcast_buffers`.
-        raises_at_once: If True, parameters that all ranks miss in the first backward pass are an error there.
-            If False they are a `MissingGradientWarning` there and the error in the second step, as torch's
-            DDP allows in one backward pass. In all other steps, and where ranks differ, they are an error at
-            once.
         interrupt: Failure that another thread may report, or None; every wait raises it within 0.1 s.
         transport: How gradients of CPU ranks travel: 'auto', 'shared_memory' or 'gloo'. 'auto' uses shared
             memory within a host, and gloo between one rank per host; the process group where shared memory is
@@ -160,7 +156,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
         batched_grad_copy: bool | None = None,
         forward_sync_buffers: bool | None = None,
         *,
-        raises_at_once: bool = False,
         interrupt: Interrupt | None = None,
         transport: Transport = "auto",
     ) -> None:
@@ -229,7 +224,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            raises_at_once=raises_at_once,
             early_copy_bytes=EARLY_COPY_BYTES[batched_grad_copy],
             dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
         )

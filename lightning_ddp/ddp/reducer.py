@@ -23,7 +23,7 @@ import torch
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, BucketSpec
-from lightning_ddp.ddp.gradient_errors import BackwardFailures, MissingGradients, refuse_double_backward
+from lightning_ddp.ddp.gradient_errors import BackwardFailures, Board, refuse_double_backward
 from lightning_ddp.ddp.gradients import Gradients, find_tensors
 from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
@@ -72,8 +72,7 @@ class Reducer:
         self._group = group
         self._device = device
         self.reduction = Reduction(group, memory)
-        board = MissingGradients(group, token, device)
-        self.failures = BackwardFailures(board, self.layout.names, raises_at_once=options.raises_at_once)
+        self.failures = BackwardFailures(Board(group, token), self.layout.names)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()  # autograd has a thread for each device
         self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
@@ -378,8 +377,7 @@ class Reducer:
         missing = frozenset(absent)
         self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
         self.absent, self.num_reduced = missing, state.num_launched
-        if not state.is_skipped:
-            self._note_order(state.ready)
+        self._note_order(state.ready)
         if self.before_finish is not None:
             self.before_finish()
         for bucket in self.buckets:
@@ -403,13 +401,14 @@ class Reducer:
 
     def _complete(self, state: BackwardState) -> None:
         """Fill the buckets that are not full at the end of a backward, or raise an error."""
-        full, error = self._gradients.complete(state)
-        for bucket in full:
-            self._fill(bucket, state)
-        if error is None:
+        late = self._gradients.late(state)
+        if self._gradients.may_lack:
+            for bucket in self._gradients.mark_absent(late):
+                self._fill(bucket, state)
             return
+        error = self.failures.missing(state.step, late, state.num_taken)
         self._backward = None
-        self._abandon(state, waits=error.num_launched is not None)  # the same on all ranks
+        self._abandon(state, waits=error.can_continue)
         try:
             raise error
         finally:
@@ -422,7 +421,7 @@ class Reducer:
 
         Collective: all other ranks run their backward meanwhile.
         """
-        state = BackwardState()
+        state = BackwardState(num_taken=len(self.buckets))
         self._count_step(state)
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:

@@ -43,8 +43,6 @@ class BackwardState:
     """Number of buckets, in launch order, that have been passed to the reduction."""
     num_launched: int = 0
     """Number of buckets whose reduction was started: without skipped buckets."""
-    is_skipped: bool = False
-    """True if the backward has ended without any gradient on any rank."""
     on_slice: Callable[[float], None] | None = None
     """Callback of a reduction by the waiting thread, called with the seconds waited so far."""
 
