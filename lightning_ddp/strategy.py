@@ -109,8 +109,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             still copies the buffers; None to use `broadcast_buffers`.
         bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; the last
             one holds for all further buckets. None to use `bucket_cap_mb`.
-        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
-            itself, None to choose by size.
+        batched_grad_copy: No effect; kept for torch's signature.
         skip_all_reduce_unused_params: With `find_unused_parameters`, skip buckets whose parameters are all
             unused; all ranks must leave the same parameters unused.
         uneven_inputs: What `fit` does when a rank runs out of training batches before the other ranks:

@@ -16,8 +16,9 @@ import torch
 from lightning_ddp._torch import foreach_copy_, foreach_mul_
 from lightning_ddp.errors import BackwardOrderError
 
-_MOST_BYTES_IN_PLACE = 256 * 1024
-"""Largest gradient that autograd adds in place: above, one copy costs less than zeros and an addition."""
+_EARLY_COPY_BYTES = 256 * 1024
+"""Size from which a gradient is copied into the bucket when it arrives, while it is in the cache. Smaller
+gradients are copied together when the last has arrived, or are added in place by autograd."""
 _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 # Called once per gradient, so the variant with the least overhead: torch.cuda.current_stream does more.
@@ -94,7 +95,6 @@ class Bucket:
         names: their qualified names.
         is_last: True for the bucket that is launched last.
         is_view: True to make `.grad` a view of the flat buffer; ignored where their dtypes differ.
-        early_copy_bytes: gradients of at least this size are copied when they arrive, smaller ones together.
         late_only: positions that must not be copied early, as they get several gradients in one backward.
     """
 
@@ -108,7 +108,6 @@ class Bucket:
         *,
         is_last: bool,
         is_view: bool = True,
-        early_copy_bytes: int = 0,
         late_only: frozenset[int] = frozenset(),
     ) -> None:
         self.spec = spec
@@ -120,7 +119,7 @@ class Bucket:
         self.early = frozenset(
             i
             for i, p in enumerate(self.params)
-            if p.numel() * p.element_size() >= early_copy_bytes and i not in late_only
+            if p.numel() * p.element_size() >= _EARLY_COPY_BYTES and i not in late_only
         )
         self._late = [i for i in range(self.size) if i not in self.early]
         self._late_params = [self.params[i] for i in self._late]
@@ -128,12 +127,7 @@ class Bucket:
         self._late_runs = _runs(self.flat, self.params, self.early)
         self._is_cast = any(p.dtype != spec.dtype for p in self.params)
         self._is_view = is_view and not self._is_cast
-        self._may_open = (
-            self._is_view
-            and spec.device.type == "cpu"
-            and not late_only
-            and all(v.nbytes < _MOST_BYTES_IN_PLACE for v in self._late_views)
-        )
+        self._may_open = self._is_view and spec.device.type == "cpu" and not late_only
         self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
         """Streams on which gradients arrived in this backward; None for a device without streams."""
         self._index = index

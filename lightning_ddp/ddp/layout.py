@@ -19,9 +19,6 @@ from lightning_ddp.shm.shared_memory import SharedMemory
 MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
 _NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
-_EARLY_COPY_BYTES = 256 * 1024
-EARLY_COPY_BYTES = {True: 2**63 - 1, False: 0, None: _EARLY_COPY_BYTES}
-"""`ReducerOptions.early_copy_bytes` by torch's argument `batched_grad_copy`."""
 _ALIGNMENT_BYTES = 512
 """Alignment of buckets. NCCL moves 16 bytes at a time only from a multiple of 16, and vector instructions of
 the CPU read whole cache lines; CUDA's allocator aligns to 512 bytes."""
@@ -46,9 +43,6 @@ class ReducerOptions:
     """True if every step has the graph of the first step."""
     skip_all_reduce_unused_params: bool = False
     """True to skip buckets without a used parameter; all ranks must use the same parameters."""
-    early_copy_bytes: int = _EARLY_COPY_BYTES
-    """Bytes from which a gradient is copied into its bucket when it arrives, while it is in the cache.
-    Smaller gradients go in one multi-tensor copy when the last of the bucket has arrived."""
     dtype: torch.dtype | None = None
     """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
 
@@ -275,7 +269,6 @@ class BucketLayout:
             names,
             is_last=is_last,
             is_view=self._options.gradient_as_bucket_view,
-            early_copy_bytes=self._options.early_copy_bytes,
             late_only=frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only),
         )
 

@@ -30,7 +30,7 @@ from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
 from lightning_ddp.ddp.buffers import BufferHook, Buffers, BufferSettings, Moment
-from lightning_ddp.ddp.layout import EARLY_COPY_BYTES, ParameterSpec, ReducerOptions, bucket_caps_bytes
+from lightning_ddp.ddp.layout import ParameterSpec, ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.mixed_precision import MixedPrecision, MixedPrecisionConfig
 from lightning_ddp.ddp.module_checks import (
     ParameterPlaces,
@@ -112,9 +112,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             unused; all ranks must leave the same parameters unused.
         bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; None to
             use `bucket_cap_mb`. The last size holds for all further buckets.
-        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
-            itself; None to copy gradients of 256 KiB and more when they arrive, and smaller gradients of a
-            bucket together.
+        batched_grad_copy: No effect; kept for torch's signature.
         forward_sync_buffers: True or False as for `broadcast_buffers`, except that construction always copies
             buffers; None to use `broadcast_buffers`.
         interrupt: Failure that another thread may report, or None; every wait raises it within 0.1 s.
@@ -224,7 +222,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            early_copy_bytes=EARLY_COPY_BYTES[batched_grad_copy],
             dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
         )
         self._connect(named, token, find_hosts(self._group, self.device))
