@@ -185,6 +185,7 @@ class Bucket:
         self.armed = True
         self.ready = ready
         self.num_pending = num_expected
+        self.num_expected = num_expected
         self.all_but_one = num_expected - 1
         self.is_full = False
         self.is_skipped = False

@@ -257,9 +257,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
             options=self._options,
             sparse=frozenset(i for i, (_, p) in enumerate(named) if id(p) in sparse),
             hosts=hosts,
+            before_finish=self._mixed.restore_parameters if self._mixed is not None else None,
         )
-        if self._mixed is not None:
-            self.reducer.before_finish = self._mixed.restore_parameters
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without parts tied to this process: group, reducer and hooks."""

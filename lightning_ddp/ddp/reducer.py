@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -48,6 +48,7 @@ class Reducer:
         sparse: positions of the parameters whose gradients are sparse tensors.
         hosts: hosts of the ranks, to share memory within a host; None to use the group only. If some ranks
             share a host, construction is collective.
+        before_finish: called at the end of a synchronized backward, before gradients are written.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Reducer:
         options: ReducerOptions,
         sparse: frozenset[int] = frozenset(),
         hosts: Hosts | None = None,
+        before_finish: Callable[[], None] | None = None,
     ) -> None:
         if hosts is not None and len(hosts.by_host) > 1:
             options = options.for_network()
@@ -80,8 +82,7 @@ class Reducer:
         # The hooks on the parameters would keep the buckets alive after the reducer.
         weakref.finalize(self, _remove, self._handles).atexit = False
         self._backward: BackwardState | None = None
-        self.before_finish: Callable[[], None] | None = None
-        """Called at the end of a synchronized backward, before gradients are written."""
+        self._before_finish = before_finish
         self.after_bucket: Callable[[Bucket], None] | None = None
         """Called with each bucket once its means are in `.grad`, while later buckets are being reduced."""
         self.futures: list[Any] = []
@@ -223,7 +224,7 @@ class Reducer:
             with self._hooks_renewed():
                 self.layout.leave_shared_memory()
             if self._backward is not None and self._backward.is_armed:
-                self._arm_buckets(self._backward)
+                self._gradients.arm(self._backward.ready)
 
     def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
         """Expect every parameter's gradient in the next backward.
@@ -245,14 +246,10 @@ class Reducer:
         state = BackwardState()
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         self._gradients.prepare(tensors, absent)
-        self._arm_buckets(state)
+        self._gradients.arm(state.ready)
         self._backward = state
         for tensor in tensors:
             tensor.register_hook(self._make_start_hook())
-
-    def _arm_buckets(self, state: BackwardState) -> None:
-        for bucket in self.buckets:
-            bucket.arm(self._gradients.num_in(bucket), state.ready)
 
     def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
         """Return a hook for an output, which runs first, and in the outermost of nested backwards."""
@@ -366,20 +363,51 @@ class Reducer:
         assert state is not None
         self.recorder.end_backward()
         self.disarm()
-        if self._gradients.is_learning:  # first step of a static graph: nothing was launched yet
+        self._close_buckets(state)
+        absent = self._gradients.absent()
+        exchange = self._gradients.start_exchange(absent)
+        self._note_step(state, absent)
+        self._hand_out(state)
+        self._gradients.settle(absent, exchange)
+        while self.futures:
+            self._group.wait_future(self.futures.pop())
+        if state.creates_graph:
+            refuse_double_backward(self._params)
+        self.recorder.finish()
+        self._backward = None
+
+    def _close_buckets(self, state: BackwardState) -> None:
+        """Launch the buckets that are not launched yet, or raise an error if gradients are missing."""
+        if self._gradients.is_learning:
             self._gradients.learn(state.ready)
             for bucket in self.buckets:
                 self._fill(bucket, state)
         elif state.num_taken < len(self.buckets):
-            self._complete(state)
-        absent = self._gradients.absent()
-        exchange = self._gradients.start_exchange(absent)
+            late = self._gradients.late(state)
+            if not self._gradients.may_lack:
+                self._raise_missing(late, state)
+            for bucket in self._gradients.mark_absent(late):
+                self._fill(bucket, state)
+
+    def _raise_missing(self, late: Sequence[int], state: BackwardState) -> NoReturn:
+        error = self.failures.missing(state.step, late, state.num_taken)
+        self._backward = None
+        self._abandon(state, waits=error.can_continue)
+        try:
+            raise error
+        finally:
+            del error  # A cycle of the error and this frame would keep the process group alive.
+
+    def _note_step(self, state: BackwardState, absent: Sequence[int]) -> None:
         missing = frozenset(absent)
         self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
         self.absent, self.num_reduced = missing, state.num_launched
         self._note_order(state.ready)
-        if self.before_finish is not None:
-            self.before_finish()
+
+    def _hand_out(self, state: BackwardState) -> None:
+        """Wait for the buckets in launch order, and write their means to `.grad`."""
+        if self._before_finish is not None:
+            self._before_finish()
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket, state)
@@ -391,28 +419,6 @@ class Reducer:
         if self._device.type == "cuda":
             label = f"averaging of gradients, backward {state.step}"
             self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
-        self._gradients.settle(absent, exchange)
-        while self.futures:
-            self._group.wait_future(self.futures.pop())
-        if state.creates_graph:
-            refuse_double_backward(self._params)
-        self.recorder.finish()
-        self._backward = None
-
-    def _complete(self, state: BackwardState) -> None:
-        """Fill the buckets that are not full at the end of a backward, or raise an error."""
-        late = self._gradients.late(state)
-        if self._gradients.may_lack:
-            for bucket in self._gradients.mark_absent(late):
-                self._fill(bucket, state)
-            return
-        error = self.failures.missing(state.step, late, state.num_taken)
-        self._backward = None
-        self._abandon(state, waits=error.can_continue)
-        try:
-            raise error
-        finally:
-            del error  # A cycle of the error and this frame would keep the process group alive.
 
     def shadow_backward(self) -> None:
         """Take part in the communication of one synchronized backward of the others, with zeros.
