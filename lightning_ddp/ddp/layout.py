@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_ddp.ddp.bucket import Bucket, BucketSpec, SparseBucket
+from lightning_ddp.ddp.bucket import Bucket, BucketSpec, SparseBucket, ViewBucket
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.shm.shared_memory import SharedMemory
 
@@ -261,16 +261,10 @@ class BucketLayout:
         names = [self.names[i] for i in spec.indices]
         if spec.is_sparse:
             return SparseBucket(index, spec, flat, params, names, is_last=is_last)
-        return Bucket(
-            index,
-            spec,
-            flat,
-            params,
-            names,
-            is_last=is_last,
-            is_view=self._options.gradient_as_bucket_view,
-            late_only=frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only),
-        )
+        is_cast = any(p.dtype != spec.dtype for p in params)
+        kind = ViewBucket if self._options.gradient_as_bucket_view and not is_cast else Bucket
+        late_only = frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only)
+        return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
         """Slice the flat buffers from one allocation per dtype and device, which all plans reuse.
