@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_ddp.comm.group import Group, InThread
-from lightning_ddp.errors import BackwardOrderError, CommHookError, MissingGradientError
+from lightning_ddp.errors import BackwardOrderError, MissingGradientError
 
 _FIRST_LOOK_S = 0.2
 _LONGEST_PAUSE_S = 2.0
@@ -103,8 +103,6 @@ class BackwardFailures:
 
     def __init__(self, board: Board, names: Sequence[str]) -> None:
         self.board = board
-        self.last_error: str | None = None
-        """Text of the last error."""
         self._rank = board.group.rank
         self._names = names
         self._broken: Exception | None = None
@@ -119,16 +117,13 @@ class BackwardFailures:
         """
         if self._broken is None:
             return
-        self.last_error = str(self._broken)
         if isinstance(self._broken, MissingGradientError):
             raise self._broken.copy()
         raise BackwardOrderError(str(self._broken))
 
-    def note(self, error: CommHookError | MissingGradientError) -> None:
-        """Keep an error that is being raised, if later steps have to raise it too."""
-        self.last_error = str(error)
-        if isinstance(error, MissingGradientError):  # the others have started other collectives
-            self._broken = error.copy()
+    def note(self, error: MissingGradientError) -> None:
+        """Keep an error after which the collectives of the ranks no longer match."""
+        self._broken = error.copy()
 
     # ------------------------------------------------------------------ too few gradients
 
@@ -139,9 +134,8 @@ class BackwardFailures:
             f"The first of them here: {self._at(late[0])}. Parameter indices which did not receive grad for"
             f" rank {self._rank}: {' '.join(map(str, late))}"
         )
-        self.last_error = str(error)
         if not error.can_continue:
-            self._broken = error.copy()
+            self.note(error)
         return error
 
     def _at(self, index: int) -> str:
@@ -155,14 +149,14 @@ class BackwardFailures:
         """Return the error for parameters (`excess`) with more gradients in a backward than expected."""
         names = ", ".join(self._names[i] for i in excess)
         if not is_static:
-            return self._order_error(
+            return BackwardOrderError(
                 f"Expected to mark a variable ready only once. {self._at(excess[0])} has been marked as ready"
                 f" twice. On rank {self._rank} in step {step} it was more than one gradient in one backward"
                 f" for {names}. Re-entrant activation checkpointing does that: use"
                 " torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True. So does a parameter"
                 " that is used outside of forward while find_unused_parameters=True takes it for unused."
             )
-        error = self._order_error(
+        error = BackwardOrderError(
             f"rank {self._rank}, step {step}: Your training graph has changed in this iteration: more"
             f" gradients than in the first one for {names}. static_graph=True needs the same graph in every"
             " step."
@@ -181,14 +175,10 @@ class BackwardFailures:
 
     def freed_gradient(self, step: int, names: Sequence[str]) -> BackwardOrderError:
         """Return the error for gradients that were freed before they could be averaged."""
-        return self._order_error(
+        return BackwardOrderError(
             f"rank {self._rank}, step {step}: .grad was set to None before it was averaged, for"
             f" {', '.join(names)}. Free gradients after backward, not in a hook during backward."
         )
-
-    def _order_error(self, text: str) -> BackwardOrderError:
-        self.last_error = text
-        return BackwardOrderError(text)
 
 
 class _Averaged(torch.autograd.Function):

@@ -5,7 +5,6 @@ More than 500 lines, as it holds the whole public interface of the engine; a thi
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,8 +46,6 @@ from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableMo
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
 
-_logger = logging.getLogger("lightning_ddp")
-_NS_PER_S = 1e9
 _OF_THIS_PROCESS = (
     "_group",
     "_module_buffers",
@@ -186,7 +183,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._buffer_settings = BufferSettings.of(broadcast_buffers, forward_sync_buffers)
         self.forward_sync_buffers = self._buffer_settings.in_forward
         self.gradient_as_bucket_view = gradient_as_bucket_view is not False
-        self.asked_for_views = bool(gradient_as_bucket_view)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
@@ -229,7 +225,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
             broadcast_coalesced(self._group, self.states())
             if self._buffer_settings.at_construction:
                 self._module_buffers.copy()
-        self._log_construction()
 
     def _connect(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str, hosts: Hosts | None
@@ -276,7 +271,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._group = Group(check_process_group(None, None), transport=self.transport)
         self._connect(trainable_parameters(self.module, self.parameters_to_ignore), "restored", None)
-        self._log_construction()
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Refuse synchronized batch normalization on the CPU; torch has a check of this name."""
@@ -304,12 +298,11 @@ class BucketedDDP(Joinable, torch.nn.Module):
         named = list(zip(self._places.names, self._places.parameters, strict=True))
         check_backend(group, self.module, named)
         before, recorder = self.reducer.reduction, self.reducer.recorder
-        last_error = self.reducer.failures.last_error
         self.reducer.close()
         self._group = group
         token = f"updated/{group.next_number('updated')}"
         self._connect(named, token, find_hosts(self._group, self.device))
-        self.reducer.recorder, self.reducer.failures.last_error = recorder, last_error
+        self.reducer.recorder = recorder
         if before.hook is not None:
             self.reducer.set_hook(before.state, before.hook)
 
@@ -335,8 +328,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         is_training = torch.is_grad_enabled()
         if is_training and self.require_backward_grad_sync:
             self.reducer.failures.check_usable()
-            if self.reducer.recorder.start_forward() and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-                _logger.info("times on rank %s: %s", self._group.rank, self._mean_times())
+            self.reducer.recorder.start_forward()
         self._notify_joined(is_training)
         if is_training:
             self.reducer.rebuild()
@@ -466,13 +458,12 @@ class BucketedDDP(Joinable, torch.nn.Module):
             ConfigurationError: The hook's annotations are not those of a communication hook.
             CommHookError: A hook is registered already.
         """
-        with self._errors_noted():
-            check_hook(hook)
-            if self.reducer.reduction.hook is not None:
-                raise CommHookError(
-                    "register_comm_hook or register_builtin_comm_hook can only be called once. A wrapper"
-                    " has one hook."
-                )
+        check_hook(hook)
+        if self.reducer.reduction.hook is not None:
+            raise CommHookError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. A wrapper has one"
+                " hook."
+            )
         self.reducer.set_hook(state, hook)
 
     def teardown(self) -> None:
@@ -534,7 +525,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that runs on a rank that has joined; called by torch's `Join`."""
-        self._has_joined = True
         self._divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return _ShadowSteps(self)
 
@@ -577,75 +567,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._group.wait(self._active_ranks, self.device)
         self.reducer.reduction.set_divisor(int(self._active_ranks.result()[0].item()))
 
-    # ------------------------------------------------------------------ logging data
-
-    def logging_data(self) -> dict[str, Any]:
-        """Return a dict of settings, sizes (bytes) and mean times (seconds) of this wrapper on this rank.
-
-        Returns:
-            Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
-            forward, backward, its communication and the part of that hidden behind computation take, in
-            seconds: `avg_forward_compute_time_s`, `avg_backward_compute_time_s`, `avg_backward_comm_time_s`,
-            `avg_backward_compute_comm_overlap_time_s`. The times come from the first ten steps and every
-            hundredth after, and are absent before the second step.
-        """
-        group, reducer = self._group, self.reducer
-        params = reducer.layout.params
-        hook = reducer.reduction.hook
-        data: dict[str, Any] = {
-            "module_name": type(self.module).__name__,
-            "rank": group.rank,
-            "world_size": group.size,
-            "backend_name": group.backend(self.device),
-            "device_ids": self.device_ids,
-            "output_device": self.output_device,
-            "is_multi_device_module": len({p.device for p in params}) > 1,
-            "broadcast_buffers": self.forward_sync_buffers,
-            "find_unused_parameters": self.find_unused_parameters,
-            "static_graph": self.static_graph,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "bucket_sizes": self._first_bucket_sizes,
-            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in params}),
-            "num_parameter_tensors": len(params),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
-            "has_sync_bn": any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules()),
-            "comm_hook": getattr(hook, "__qualname__", type(hook).__name__) if hook is not None else None,
-            "join_uneven_inputs": self._has_joined,
-            "has_rebuilt_buckets": reducer.has_rebuilt,
-            "num_steps": reducer.step + 1,
-            "num_buckets_reduced": reducer.num_reduced,
-            "unused_parameter_size": sum(
-                params[i].numel() * params[i].element_size() for i in reducer.absent or ()
-            ),
-            "error": reducer.failures.last_error,
-        }
-        if reducer.has_rebuilt:
-            data["rebuilt_bucket_sizes"] = self._bucket_sizes()
-        return {**data, **self._mean_times()}
-
-    def _log_construction(self) -> None:
-        """Initialize the logging data, and log them if `TORCH_DISTRIBUTED_DEBUG` is set."""
-        self._has_joined = False
-        self._first_bucket_sizes = self._bucket_sizes()
-        if dist.get_debug_level() != dist.DebugLevel.OFF:
-            _logger.info("constructed on rank %s: %s", self._group.rank, self.logging_data())
-
-    def _bucket_sizes(self) -> list[int]:
-        return [b.spec.numel * b.spec.dtype.itemsize for b in self.reducer.buckets]
-
-    def _mean_times(self) -> dict[str, float]:
-        return {f"avg_{phase}_time_s": ns / _NS_PER_S for phase, ns in self.reducer.recorder.mean_ns.items()}
-
-    @contextmanager
-    def _errors_noted(self) -> Generator[None, None, None]:
-        """Keep the text of an error raised in this context for the logging data."""
-        try:
-            yield
-        except Exception as error:
-            self.reducer.failures.last_error = str(error)
-            raise
-
     # ------------------------------------------------------------------ names that torch's library uses
 
     @property
@@ -667,12 +588,11 @@ class BucketedDDP(Joinable, torch.nn.Module):
         if self.static_graph:
             warnings.warn("static_graph is True already", stacklevel=2)
             return
-        with self._errors_noted():
-            if self.reducer.step >= 0:
-                raise UnsuitableModuleError(
-                    "static_graph should be called before training loop starts, but there were"
-                    f" {self.reducer.step + 1} backward passes. Pass static_graph=True to the constructor."
-                )
+        if self.reducer.step >= 0:
+            raise UnsuitableModuleError(
+                "static_graph should be called before training loop starts, but there were"
+                f" {self.reducer.step + 1} backward passes. Pass static_graph=True to the constructor."
+            )
         self.static_graph = True
         self.reducer.make_static()
 

@@ -92,14 +92,6 @@ class Reducer:
         self.step = -1  # number of the synchronized backward that runs or ran last
         self.has_rebuilt = False
         """True once the buckets were planned again after the first synchronized backward."""
-        self.order: list[int] = []
-        """Parameter indices in the order in which gradients became ready on rank 0, for the second plan."""
-        self.absent: frozenset[int] | None = None
-        """Indices of parameters without a gradient in the last synchronized backward; None before."""
-        self.is_absent_static = True
-        """True while `absent` has been the same in all synchronized backwards."""
-        self.num_reduced = 0
-        """Buckets reduced in the last synchronized backward."""
         self._first_order: list[int] | None = None
         self._add_hooks()
 
@@ -137,8 +129,7 @@ class Reducer:
         self._first_order = None
         self.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), self._device)
-        self.order = order.tolist()
-        plan = self.layout.plan(self.order)
+        plan = self.layout.plan(order.tolist())
         if self._gradients.is_static or not self.layout.holds(plan):  # static: replace the learning hooks
             self._apply(plan)
 
@@ -339,11 +330,7 @@ class Reducer:
                 if following.streams is not None:  # it may have become full on another stream
                     following.streams.join()
                 self.recorder.launching()
-                try:
-                    self.reduction.launch(following, state)
-                except CommHookError as error:
-                    self.failures.note(error)
-                    raise
+                self.reduction.launch(following, state)
                 self.recorder.launched(state.num_taken, following.work)
                 state.num_taken += 1
 
@@ -366,7 +353,7 @@ class Reducer:
         self._close_buckets(state)
         absent = self._gradients.absent()
         exchange = self._gradients.start_exchange(absent)
-        self._note_step(state, absent)
+        self._note_order(state.ready)
         self._hand_out(state)
         self._gradients.settle(absent, exchange)
         while self.futures:
@@ -397,12 +384,6 @@ class Reducer:
             raise error
         finally:
             del error  # A cycle of the error and this frame would keep the process group alive.
-
-    def _note_step(self, state: BackwardState, absent: Sequence[int]) -> None:
-        missing = frozenset(absent)
-        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
-        self.absent, self.num_reduced = missing, state.num_launched
-        self._note_order(state.ready)
 
     def _hand_out(self, state: BackwardState) -> None:
         """Wait for the buckets in launch order, and write their means to `.grad`."""
@@ -442,7 +423,7 @@ class Reducer:
     def _wait(self, bucket: Bucket, state: BackwardState) -> None:
         try:
             self.reduction.wait(bucket, state, self._watch(state))
-        except (CommHookError, MissingGradientError) as error:
+        except MissingGradientError as error:
             self.failures.note(error)
             raise
 

@@ -41,8 +41,6 @@ class BackwardState:
     """Indices of the parameters whose gradients have arrived, in order of arrival."""
     num_taken: int = 0
     """Number of buckets, in launch order, that have been passed to the reduction."""
-    num_launched: int = 0
-    """Number of buckets whose reduction was started: without skipped buckets."""
     on_slice: Callable[[float], None] | None = None
     """Callback of a reduction by the waiting thread, called with the seconds waited so far."""
 
@@ -97,7 +95,6 @@ class Reduction:
         """
         if bucket.is_skipped or not bucket.flat.numel():
             return
-        state.num_launched += 1
         if self.hook is None:
             bucket.work = self._start_mean(bucket, state)
             return
