@@ -13,8 +13,6 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
 if TYPE_CHECKING:  # a run without hook and averager does not import them, which takes 10 ms
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-
     from lightning_ddp.averaging import Averager, AveragerPlan
     from lightning_ddp.hooks import Hook, HookPlan, StatefulHook
 
@@ -35,10 +33,10 @@ class Communication:
 
     Args:
         hook: a specification or a function; None for the plain mean.
-        hook_state: first argument of a function; a `PostLocalSGDState` also has the begin of local training.
+        hook_state: first argument of a function.
         wrapper: function that wraps the hook; None for no wrapper.
         averaging: specification of an averager; None for none.
-        period: optimizer steps between two averages, in Lightning's spelling of post-local SGD, or None.
+        period: only None. Kept for Lightning's signature.
 
     Raises:
         ConfigurationError: an argument cannot be used, or two of them contradict each other.
@@ -54,9 +52,13 @@ class Communication:
     ) -> None:
         if hook is None and wrapper is not None:
             raise ConfigurationError("ddp_comm_wrapper wraps a hook. Pass ddp_comm_hook as well.")
+        if period is not None or type(hook_state).__name__ == "PostLocalSGDState":
+            raise ConfigurationError(
+                "PostLocalSGDState and model_averaging_period are not supported. Use model_averaging={'name':"
+                " 'post_local_sgd', 'start_step': ..., 'period': ...}, which does the same."
+            )
         self._hook_plan: HookPlan | None = None
         self._function: Callable[..., Any] | None = None
-        self._post_local = _post_local_state(hook_state)
         if isinstance(hook, str):
             from lightning_ddp.hooks import registered_hook
 
@@ -65,7 +67,7 @@ class Communication:
             from lightning_ddp.hooks import parse_hook
 
             self._hook_plan = parse_hook(hook)
-            if hook_state is not None and self._post_local is None:
+            if hook_state is not None:
                 raise ConfigurationError(
                     f"ddp_comm_state has no effect with the hook {self._hook_plan.name!r}, which keeps its"
                     " own state. Leave it out."
@@ -74,9 +76,11 @@ class Communication:
             self._function = hook
         self._hook_state = hook_state
         self._wrapper = wrapper
-        self.averager_plan = _plan_averaging(
-            averaging, self._post_local, period, by_hook=self._function is not None
-        )
+        self.averager_plan: AveragerPlan | None = None
+        if averaging is not None:
+            from lightning_ddp.averaging import parse_averager
+
+            self.averager_plan = parse_averager(averaging)
         self.hook: Hook | None = None
         """The registered hook, if it was given by name."""
         self._stateful: StatefulHook | None = None
@@ -97,11 +101,6 @@ class Communication:
         return float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
 
     @property
-    def _drives_hook_state(self) -> bool:
-        """True if torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
-        return self._post_local is not None and self._function is not None
-
-    @property
     def averages_gradients(self) -> bool:
         """True if the averager lets the gradients of the next backward pass be averaged over all ranks."""
         return self.averager is None or self.averager.averages_gradients
@@ -109,7 +108,7 @@ class Communication:
     @property
     def synchronises_backward(self) -> bool:
         """True if the reducer takes part in the next backward pass."""
-        return self.averages_gradients or self._drives_hook_state or self._averages_in_nodes
+        return self.averages_gradients or self._averages_in_nodes
 
     @property
     def _averages_in_nodes(self) -> bool:
@@ -155,7 +154,7 @@ class Communication:
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
         _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
-        if self._averages_in_nodes and not self._drives_hook_state:
+        if self._averages_in_nodes:
             from lightning_ddp.averaging.local_sgd import NodeGradients
 
             hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
@@ -207,11 +206,7 @@ class Communication:
             self._follow()
 
     def _follow(self) -> None:
-        """Pass the averager's phase on to the wrapper and to torch's `PostLocalSGDState`."""
-        assert self.averager is not None
-        if self._post_local is not None and self._drives_hook_state:
-            counts = [track.num_steps for track in self.averager.tracks if track.num_steps] or [0]
-            self._post_local.iter = min(counts)  # torch counts backward passes, which may be more
+        """Pass the averager's phase on to the wrapper."""
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> bool:
@@ -369,57 +364,6 @@ class Communication:
                 f"state of averager {name!r} was dropped, because the run does not use this averager"
             )
         return notes
-
-
-def _post_local_state(state: object | None) -> PostLocalSGDState | None:
-    """Return the first argument of a hook if it is torch's state of post-local SGD."""
-    if state is None:
-        return None
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-
-    return state if isinstance(state, PostLocalSGDState) else None
-
-
-def _plan_averaging(
-    averaging: str | Mapping[str, Any] | None,
-    state: PostLocalSGDState | None,
-    period: int | None,
-    *,
-    by_hook: bool,
-) -> AveragerPlan | None:
-    """Return the one plan for both spellings of post-local SGD."""
-    if averaging is None and state is None and period is None:
-        return None
-    from lightning_ddp.averaging import parse_averager
-
-    plan = parse_averager(averaging) if averaging is not None else None
-    if state is None:
-        if period is not None:
-            raise ConfigurationError(
-                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and"
-                " model_averaging_period. Or use model_averaging={'name': 'post_local_sgd', 'period':"
-                " ...} alone."
-            )
-        return plan
-    if plan is None and period is None:
-        raise ConfigurationError(
-            "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period"
-        )
-    start = int(state.start_localSGD_iter)
-    if plan is None:
-        options = {"start_step": start, "period": period}
-        in_nodes = bool(state.post_local_gradient_allreduce) and not by_hook
-        return parse_averager({"name": "post_local_sgd", **options, "intra_node_gradients": in_nodes})
-    for what, ours, theirs in (
-        ("start_step", plan.options.start_step, start),
-        ("period", plan.options.period, period if period is not None else plan.options.period),
-    ):
-        if ours != theirs:
-            raise ConfigurationError(
-                f"model_averaging has {what}={ours}, but PostLocalSGDState and model_averaging_period have"
-                f" {theirs}. Pass one of them."
-            )
-    return plan
 
 
 def _check_agreement(

@@ -81,14 +81,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         cluster_environment: Lightning's source of ranks and addresses; None to detect it.
         checkpoint_io: Lightning's plugin that reads and writes checkpoints; None for the default plugin.
         precision_plugin: Set by the Trainer.
-        ddp_comm_state: First argument of a `ddp_comm_hook` that is a function. A torch `PostLocalSGDState`
-            together with `model_averaging_period` is Lightning's spelling of the averager `post_local_sgd`.
+        ddp_comm_state: First argument of a `ddp_comm_hook` that is a function.
         ddp_comm_hook: Communication hook that reduces the gradient buckets, on CPU and CUDA; None for the
             plain mean. A name of `hooks.available_hooks`, a mapping with `name` and options, a list of them
             (outer to inner), or a function `hook(state, bucket)`.
         ddp_comm_wrapper: Function that wraps the hook, for example torch's `fp16_compress_wrapper`.
-        model_averaging_period: Optimizer steps between two averages of the parameters, in Lightning's
-            spelling; None unless `ddp_comm_state` is a `PostLocalSGDState`.
+        model_averaging_period: Only None; use `model_averaging`, which has the period as an option.
         process_group_backend: Backend of the process group, such as 'gloo' or 'nccl'; None for nccl on CUDA
             and gloo elsewhere. A third-party backend must be registered
             (`torch.distributed.Backend.register_backend`) in every process.
