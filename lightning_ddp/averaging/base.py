@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,6 +39,17 @@ class AveragerOptions:
             self.optimizer_state in ("keep", "average", "reset"),
             f"optimizer_state={self.optimizer_state!r}: expected 'keep', 'average' or 'reset'",
         )
+
+
+class Standing(Enum):
+    """How the parameters of the ranks stand to each other."""
+
+    SAME = auto()
+    """They are the same on all ranks."""
+    MET = auto()
+    """All ranks took part in the last round, after which a part of the parameters may differ."""
+    APART = auto()
+    """Ranks have taken steps of their own since the last round."""
 
 
 @dataclass(kw_only=True)
@@ -103,11 +115,9 @@ class Averager:
             for optimizer in optimizers
         ]
         self._is_local = False
-        self._has_diverged = False
+        self._standing = Standing.SAME
         self.keeps_rounds = False
         """True if other ranks may repeat a failed round."""
-        self.has_met = True
-        """True if all ranks took the last step with averaged gradients, or have averaged since."""
         self.prepare()
         self._settle_phase()
 
@@ -132,6 +142,11 @@ class Averager:
         return not self._is_local
 
     @property
+    def has_met(self) -> bool:
+        """True if all ranks took the last step with averaged gradients, or have averaged since."""
+        return self._standing is not Standing.APART
+
+    @property
     def num_bytes_sent(self) -> int:
         """Number of bytes that this rank has sent for averaging."""
         return self.channel.num_bytes_sent
@@ -151,7 +166,7 @@ class Averager:
         track.num_steps += 1
         if self._is_local:
             track.num_local_steps += 1
-            self._has_diverged, self.has_met = True, False
+            self._standing = Standing.APART
             self.after_local_step(track)
         else:
             self._settle_phase()
@@ -185,8 +200,7 @@ class Averager:
         Collective: all ranks must call it.
         """
         self.round(track)
-        self._has_diverged = self.mixes_rounds or len(self.tracks) > 1
-        self.has_met = True
+        self._standing = Standing.MET if self.mixes_rounds or len(self.tracks) > 1 else Standing.SAME
 
     def round(self, track: Track) -> None:
         """Average the parameters of one optimizer: the part of a round that each subclass implements.
@@ -207,7 +221,7 @@ class Averager:
         Returns:
             True if the ranks may have differed, so that it has communicated.
         """
-        if not self._has_diverged:
+        if self._standing is Standing.SAME:
             return False
         tensors: list[torch.Tensor] = list(self.parameters.values())
         # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
@@ -220,7 +234,7 @@ class Averager:
             for parameter, mean in zip(tensors, averaged, strict=True):
                 if mean is not parameter:
                     parameter.copy_(mean)
-        self._has_diverged, self.has_met = False, True
+        self._standing = Standing.SAME
         return True
 
     def settle(self, track: Track) -> None:
@@ -282,8 +296,7 @@ class Averager:
 
     def settle_others(self) -> None:
         """Note that all ranks have the state of the last meeting, after ranks were lost."""
-        self.has_met = True
-        self._has_diverged = self._is_local and self.mixes_rounds
+        self._standing = Standing.MET if self._is_local and self.mixes_rounds else Standing.SAME
 
     def for_others(self) -> dict[str, Any]:
         """Return the state that ranks which are one step or round behind need for `catch_up`."""
@@ -339,7 +352,7 @@ class Averager:
                 f" saved, but the run has {len(self.tracks)}"
             )
         self._is_local = bool(state["is_local"])
-        self._has_diverged = False
+        self._standing = Standing.SAME
         changed = {k: v for k, v in state["options"].items() if asdict(self.options).get(k) != v}
         if changed:
             notes.append(f"averager {self.name!r} was saved with other options: {changed}")

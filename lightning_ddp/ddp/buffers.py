@@ -9,7 +9,6 @@ import ctypes
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, Literal
@@ -28,6 +27,8 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
 Moment = Literal["before_forward", "after_forward"]
+Broadcast = bool | Literal["auto"]
+"""True to broadcast buffers in forwards, 'auto' only in those that read them, where that is known."""
 
 _SMALL_BYTES = 2**16
 _BATCH_NORMS = (
@@ -51,46 +52,21 @@ def check_broadcast_buffers(value: object) -> None:
         raise ConfigurationError(f"broadcast_buffers={value!r}: expected 'auto', True or False")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferSettings:
-    """Settings that say when buffers are broadcast from rank 0."""
+def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None) -> Broadcast:
+    """Return when forwards broadcast buffers, from torch's arguments of these names.
 
-    at_construction: bool = True
-    """True to broadcast buffers when the module is wrapped."""
-    in_forward: bool = True
-    """True to broadcast buffers in forwards."""
-    when_read: bool = True
-    """True to broadcast only in forwards that read buffers, where that is known."""
-
-    @classmethod
-    def of(cls, broadcast_buffers: Any, forward_sync_buffers: bool | None) -> BufferSettings:
-        """Return the settings for torch's arguments of these names."""
-        check_broadcast_buffers(broadcast_buffers)
-        if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
-            warnings.warn(
-                f"broadcast_buffers={broadcast_buffers} is ignored, because forward_sync_buffers is given"
-                " too",
-                FutureWarning,
-                stacklevel=4,
-            )
-        chosen = forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers
-        return cls(
-            at_construction=forward_sync_buffers is not None or broadcast_buffers is not False,
-            in_forward=chosen is not False,
-            when_read=chosen in (None, "auto"),
+    Raises:
+        ConfigurationError: `broadcast_buffers` is no valid choice.
+    """
+    check_broadcast_buffers(broadcast_buffers)
+    if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
+        warnings.warn(
+            f"broadcast_buffers={broadcast_buffers} is ignored, because forward_sync_buffers is given too",
+            FutureWarning,
+            stacklevel=3,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferHook:
-    """A user's hook that replaces the broadcast of buffers from rank 0."""
-
-    hook: Callable[[Any, dict[str, torch.Tensor]], Any]
-    """`hook(state, buffers by qualified name)`; returns None, or futures that the end of backward awaits."""
-    state: Any
-    """First argument of the hook."""
-    location: Moment
-    """Moment of the call, in each forward that follows a synchronized forward."""
+    chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+    return "auto" if chosen is None else chosen
 
 
 class _BytePack:
@@ -126,18 +102,25 @@ class Buffers:
         group: the ranks.
         module: the wrapped module.
         ignored: qualified names of buffers that are left alone.
-        settings: when to broadcast.
+        broadcast: when forwards broadcast.
     """
 
     def __init__(
-        self, group: Group, module: torch.nn.Module, ignored: frozenset[str], settings: BufferSettings
+        self,
+        group: Group,
+        module: torch.nn.Module,
+        ignored: frozenset[str] = frozenset(),
+        broadcast: Broadcast = "auto",
     ) -> None:
         self._group = group
         self._module = module
         self._ignored = ignored
-        self.hook: BufferHook | None = None
-        self._settings = settings
-        layers = _batch_norms(module, ignored) if settings.when_read else None
+        self.hook: Callable[[dict[str, torch.Tensor]], Any] | None = None
+        """User's hook that replaces the broadcast; returns None, or futures that end of backward awaits."""
+        self.location: Moment = "before_forward"
+        """Moment of the broadcast or of the hook, in each forward that follows a synchronized forward."""
+        self._is_on = broadcast is not False
+        layers = _batch_norms(module, ignored) if broadcast == "auto" else None
         self._have_trained = None if layers is None else dict.fromkeys(layers, True)  # since the last copy
         self._find()
 
@@ -188,8 +171,7 @@ class Buffers:
             follows_sync: True if the last forward was synchronized.
             is_joining: True if ranks may be out of input, so that all steps must communicate alike.
         """
-        location = "before_forward" if self.hook is None else self.hook.location
-        if not (self._settings.in_forward and self._places) or where != location:
+        if not (self._is_on and self._places) or where != self.location:
             return False
         if self.hook is None and not is_joining and self._have_trained is not None:
             reading = [has for layer, has in self._have_trained.items() if not layer.training]
@@ -204,7 +186,7 @@ class Buffers:
         Returns:
             Futures that the end of backward has to wait for.
         """
-        if not (self._settings.in_forward and self._places):
+        if not (self._is_on and self._places):
             return []
         if self._have_trained is not None:
             self._have_trained = dict.fromkeys(self._have_trained, False)
@@ -212,7 +194,7 @@ class Buffers:
             self.copy(src)
             return []
         with torch.no_grad():
-            return list(self.hook.hook(self.hook.state, self.named()) or [])
+            return list(self.hook(self.named()) or [])
 
     def note_forward(self) -> None:
         """Record after a forward that layers in training mode have changed their statistics."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,7 @@ from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.gather_scatter import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
-from lightning_ddp.ddp.buffers import BufferHook, Buffers, BufferSettings, Moment
+from lightning_ddp.ddp.buffers import Buffers, Moment, when_to_broadcast
 from lightning_ddp.ddp.layout import ParameterSpec, ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.mixed_precision import MixedPrecision, MixedPrecisionConfig
 from lightning_ddp.ddp.module_checks import (
@@ -180,8 +181,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self.output_device = self.device_ids[0] if self.device_ids else None
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._buffer_settings = BufferSettings.of(broadcast_buffers, forward_sync_buffers)
-        self.forward_sync_buffers = self._buffer_settings.in_forward
+        self._broadcast = when_to_broadcast(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = self._broadcast is not False
         self.gradient_as_bucket_view = gradient_as_bucket_view is not False
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
@@ -223,7 +224,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._connect(named, token, find_hosts(self._group, self.device))
         if init_sync:
             broadcast_coalesced(self._group, self.states())
-            if self._buffer_settings.at_construction:
+            if forward_sync_buffers is not None or broadcast_buffers is not False:
                 self._module_buffers.copy()
 
     def _connect(
@@ -235,7 +236,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         ignored = frozenset(self.parameters_to_ignore)
         sparse = sparse_parameters(self.module.modules())
-        self._module_buffers = Buffers(self._group, self.module, ignored, self._buffer_settings)
+        self._module_buffers = Buffers(self._group, self.module, ignored, self._broadcast)
         self._places = ParameterPlaces(self.module, named)
         self._has_prepared = False
         self.authoritative_rank: int | None = None
@@ -429,7 +430,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             raise TypeError(f"buffer hook {hook!r} must be callable")
         if location not in ("before_forward", "after_forward"):
             raise ConfigurationError(f"location={location!r}: expected 'before_forward' or 'after_forward'")
-        self._module_buffers.hook = BufferHook(hook=hook, state=state, location=location)
+        self._module_buffers.hook, self._module_buffers.location = partial(hook, state), location
 
     # ------------------------------------------------------------------ synchronization
 
