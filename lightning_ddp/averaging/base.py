@@ -300,7 +300,7 @@ class Averager:
 
     def for_others(self) -> dict[str, Any]:
         """Return the state that ranks which are one step or round behind need for `catch_up`."""
-        return Averager.state_dict(self)
+        return self.state_dict()
 
     def catch_up(self, state: dict[str, Any]) -> None:
         """Finish a step or round that was interrupted here after another rank had finished it.
@@ -311,10 +311,6 @@ class Averager:
         """
         self.load_state_dict(state)
         self.settle_others()
-
-    def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        """Load the state of the outer optimizer; return the names of parameters for which it has none."""
-        return []
 
     # ------------------------------------------------------------------ checkpoint
 

@@ -99,23 +99,19 @@ class OuterAverager(Averager):
         if state["name"] != self.name or self.averages_gradients:
             return notes
         self.begin_local_phase()
-        missing = self.take_outer(state["outer"])
+        missing = []
+        for name, anchor in self._anchors.items():
+            saved = state["outer"].get(name)
+            if saved is None or saved["anchor"].numel() != anchor.numel():
+                missing.append(name)
+            else:
+                anchor.copy_(saved["anchor"])
+                self._momenta[name].copy_(saved["momentum"])
         if missing:
             notes.append(
                 f"outer state of averager {self.name!r} starts from scratch for {', '.join(missing)}"
             )
         return notes
-
-    def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        missing = []
-        for name, anchor in self._anchors.items() if self._is_local else ():
-            saved = outer.get(name)
-            if saved is None or saved["anchor"].numel() != anchor.numel():
-                missing.append(name)
-                continue
-            anchor.copy_(saved["anchor"])
-            self._momenta[name].copy_(saved["momentum"])
-        return missing
 
     def mark(self) -> Any:
         outer = [*self._anchors.values(), *self._momenta.values()] if self._is_local else []
@@ -126,9 +122,6 @@ class OuterAverager(Averager):
         super().restore(base)
         for tensor, value in outer:
             tensor.copy_(value)
-
-    def for_others(self) -> dict[str, Any]:
-        return OuterAverager.state_dict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

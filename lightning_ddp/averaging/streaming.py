@@ -178,6 +178,9 @@ class StreamingDiLoCo(DiLoCo):
             if exchange.future is None:
                 exchange.future = self._send(exchange)
 
+    def for_others(self) -> dict[str, Any]:
+        return super().state_dict()  # without the wait for pending exchanges
+
     def catch_up(self, state: dict[str, Any]) -> None:
         """Take the outer state of a rank that has applied the pending fragment, and mix it in here."""
         due, under_way = self._due, self._under_way
