@@ -1,9 +1,8 @@
 """Errors of a backward: missing, surplus, freed or twice differentiated gradients, with their names.
 
-A rank that lacks a gradient cannot take part in the all-reduce of that bucket, and the others would wait for
-it forever. So it posts its names on a `Board`, at which the others look while they wait: all ranks raise the
-same error, with the names from every rank. Messages contain the text of torch's DDP for the same error, which
-filters of logs search for.
+A rank that lacks a gradient cannot take part in an all-reduce for which the others wait. It posts its names
+on a `Board`, at which these look meanwhile, so that all raise the same error. Messages contain the text of
+torch's DDP for the same error, which filters of logs search for.
 """
 
 from __future__ import annotations

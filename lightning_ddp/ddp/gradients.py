@@ -1,7 +1,6 @@
 """Expected, arrived and absent gradients of a backward, and those that only other ranks have.
 
-`requires_grad`, the graph of the outputs or the first backward determines which parameters get a gradient. A
-bitmap, summed over the ranks at the end of backward, shows which parameters other ranks have used. With a
+A bitmap, summed over the ranks at the end of backward, shows which parameters other ranks have used. With a
 static graph it is summed once.
 """
 
@@ -22,6 +21,9 @@ from lightning_ddp.ddp.gradient_errors import BackwardFailures
 from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
 from lightning_ddp.errors import BackwardOrderError
+
+_UNKNOWN = 2**62
+"""Number of gradients that no bucket gets: it is full when the backward is over."""
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
@@ -158,6 +160,8 @@ class Gradients:
             bucket.arm(bucket.size if is_usual else self._num_in(bucket), ready)
 
     def _num_in(self, bucket: Bucket) -> int:
+        if self.is_learning:
+            return _UNKNOWN
         return sum(self.counts[i] for i in bucket.spec.indices if self.expected[i] is Expected.YES)
 
     def start(self) -> list[Bucket]:

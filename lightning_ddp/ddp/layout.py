@@ -1,7 +1,6 @@
 """Bucket layout: caps of buckets, the plan (a pure function), and the buckets in memory.
 
-A plan is computed from shapes, dtypes and devices alone, so every rank that is given the same order computes
-the same plan.
+Every rank that is given the same order of parameters computes the same plan.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ class ReducerOptions:
     """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
 
     def for_network(self) -> ReducerOptions:
-        """Return options for several hosts, with smaller first buckets unless the user gave caps.
+        """Return options for several hosts: unless the user gave caps, the first MiB goes in three buckets.
 
-        A network is slow compared to a backward on the CPU, and idle until the first bucket is full. So the
-        first MiB goes in three buckets, each twice as large as the one before.
+        A network is idle until the first bucket is full, and slow compared to a backward on the CPU.
         """
         if not self.are_caps_default:
             return self
@@ -134,15 +132,9 @@ def plan_buckets(
 ) -> tuple[BucketSpec, ...]:
     """Assign every parameter to one bucket; return the buckets in the order in which they fill.
 
-    Parameters are taken in `order`, the order in which their gradients are expected. Parameters of one dtype
-    and device fill a bucket until the next would exceed its cap. A parameter above the cap has a bucket of
-    its own, and so has one with sparse gradients.
-
-    Args:
-        specs: all parameters.
-        order: a permutation of `range(len(specs))`.
-        caps_bytes: caps of the first bucket of a dtype and device, the second ..., in bytes; the last one
-            holds for all that follow.
+    Parameters of one dtype and device, in the `order` in which their gradients are expected, fill a bucket
+    until the next would exceed its cap. A parameter above the cap has a bucket of its own, and so has one
+    with sparse gradients. Caps are as in `ReducerOptions`.
 
     >>> cpu = torch.device("cpu")
     >>> def spec(n):
@@ -267,10 +259,7 @@ class BucketLayout:
         return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
-        """Slice the flat buffers from one allocation per dtype and device, which all plans reuse.
-
-        There may be an unused gap between two buckets. The allocation has room for one bucket per parameter.
-        """
+        """Slice the flat buffers from one allocation per dtype and device, which all plans reuse."""
         offsets: dict[_Kind, int] = {}
         flats = []
         for spec in plan:
@@ -317,9 +306,7 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
 def _keep_freed_memory() -> None:
     """Free one large block that was never written to, which makes glibc keep more freed memory.
 
-    Autograd's memory of each gradient is freed once the gradient is copied. glibc returns large free memory
-    at the top of its heap to the kernel, so every gradient would need new pages, which cost more than the
-    copy. How much it keeps depends on the largest block that the process has freed so far
-    (`M_MMAP_THRESHOLD` in mallopt(3)): up to 32 MiB, for which it keeps 64 MiB. Costs no memory.
+    It keeps twice the largest block freed so far, up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)). Otherwise
+    autograd's memory of each gradient, freed once that is copied, would need new pages in every step.
     """
     torch.empty(_LARGEST_BYTES, dtype=torch.uint8)

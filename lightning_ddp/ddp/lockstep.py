@@ -1,9 +1,7 @@
 """Uneven inputs: ranks with different numbers of batches step together until the last rank is done.
 
-With torch's `join` a rank that has run out mirrors the collectives of the others, so it has to know all of
-them, and its optimizer does not step. Here such a rank repeats its last batch instead, so it takes part in
-all communication of the step. The repetition has no effect on the result: it adds zeros to the gradients, it
-is left out of reductions, and buffers and metrics are restored.
+A rank that has run out repeats its last batch, so it takes part in all communication of the step. The
+repetition adds zeros to the gradients, is left out of reductions, and buffers and metrics are restored.
 """
 
 from __future__ import annotations
@@ -123,7 +121,7 @@ class Lockstep:
         self.restart()
 
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
-        """Exchange which ranks have a new batch; return the batch that this rank uses.
+        """Exchange which ranks have a new batch; return the batch that this rank uses, in a tuple.
 
         Collective: all ranks must call it.
 
@@ -132,7 +130,7 @@ class Lockstep:
             num_fetched: number of batches that this rank has had in this epoch.
 
         Returns:
-            The batch to use in a tuple, or None when all ranks have run out.
+            None when all ranks have run out.
 
         Raises:
             UnevenInputsError: on every rank, if a rank ran out and that is not allowed, or has no batch to

@@ -1,8 +1,7 @@
 """Mixed precision inside the wrapper: parameters, inputs and buffers in low precision during a step.
 
-Optimizer, checkpoints and users see parameters in full precision. From forward to the end of backward their
-data are low-precision copies; gradients are reduced in `reduce_dtype` and arrive in full precision. The
-configuration is that of torch's DDP (`_MixedPrecision`, experimental there).
+Outside of a step parameters are in full precision, and gradients arrive so. The configuration is that of
+torch's DDP (`_MixedPrecision`, experimental there).
 """
 
 from __future__ import annotations

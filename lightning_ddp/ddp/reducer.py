@@ -1,12 +1,8 @@
 """The reducer: autograd hooks -> bucket full -> launch in order -> finish.
 
-One hook per parameter counts it as ready. A full bucket is averaged over the ranks asynchronously while
-backward continues. Buckets are launched in index order, so that all ranks issue their collectives in the same
-order, independent of the order of their gradients. A callback of the autograd engine waits for the buckets at
-the end of backward. After the first synchronized backward the buckets are planned again, in the order in
-which the gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
-
-The state of one backward is its `BackwardState`, made by its forward and dropped when it is over.
+Buckets are launched in index order, so that all ranks issue their collectives in the same order. After the
+first synchronized backward they are planned again, in the order in which the gradients became ready on rank 0
+(Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 """
 
 from __future__ import annotations
@@ -155,9 +151,8 @@ class Reducer:
     def _add_hooks(self) -> None:
         """Register a hook on each parameter, also if its `requires_grad` is off at the moment."""
         self._are_hooks_learning = self._gradients.is_learning
-        make = self._make_learning_hook if self._are_hooks_learning else self._make_hook
         for index, (bucket, position) in self.layout.where.items():
-            hook, parameter = make(bucket, position, index), self._params[index]
+            hook, parameter = self._make_hook(bucket, position, index), self._params[index]
             if bucket.streams is not None:
                 hook = _noting_stream(hook, bucket.streams.note)
             is_on = parameter.requires_grad
@@ -165,27 +160,13 @@ class Reducer:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(is_on)
 
-    def _make_learning_hook(self, bucket: Bucket, _position: int, index: int) -> _Hook:
-        """Return a hook for the first backward of a static graph, which only records the gradient."""
-        owner = weakref.ref(self)
-
-        def ready(_parameter: torch.Tensor) -> None:
-            if not bucket.armed:
-                return
-            bucket.ready.append(index)
-            reducer = owner()
-            if reducer is not None:
-                reducer.begin()
-
-        return ready
-
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
         """Return a hook that counts down the bucket: the hottest code of a step.
 
         It refers to the reducer weakly, so that parameters do not keep the reducer alive.
         """
         owner = weakref.ref(self)
-        is_early = position in bucket.early
+        is_early = position in bucket.early and not self._are_hooks_learning
         note_unsynced = self._gradients.unsynced.add if self._gradients.finds_unused else None
 
         def ready(_parameter: torch.Tensor) -> None:
@@ -218,13 +199,12 @@ class Reducer:
                 self._gradients.arm(self._backward.ready)
 
     def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
-        """Expect every parameter's gradient in the next backward.
+        """Expect the gradients of the next backward.
 
         If the last backward was interrupted, wait for the reductions that it had launched.
 
         Args:
-            outputs: tensors from which the backward starts, in nested containers. With
-                `find_unused_parameters` their graph shows early which parameters get no gradient.
+            outputs: tensors from which the backward starts, in nested containers.
             absent: parameters that get no gradient on any rank, besides those with `requires_grad` off.
 
         Raises:
@@ -402,9 +382,7 @@ class Reducer:
             self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
 
     def shadow_backward(self) -> None:
-        """Take part in the communication of one synchronized backward of the others, with zeros.
-
-        For a rank that has no input left. Its gradients do not change.
+        """Take part in a synchronized backward of the others, with zeros, on a rank without input.
 
         Collective: all other ranks run their backward meanwhile.
         """
