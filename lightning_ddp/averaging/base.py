@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.mean import PlainWire, average_
+from lightning_ddp.encoding.mean import Wire, average_
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
@@ -68,18 +68,12 @@ class Track:
 class Averager:
     """Base of averagers: ranks train on their own gradients, and parameters are averaged periodically.
 
-    Only the averager decides when local training begins; the owner of the reducer reads
-    `averages_gradients`. Steps are optimizer steps, independent of the number of backwards. Each optimizer
-    has its own count, and its parameters are averaged separately, so that alternating optimizers are treated
-    alike. All ranks must make the same calls, also for steps that loss scaling skipped.
+    The owner of the reducer reads `averages_gradients`. Steps are optimizer steps, independent of the number
+    of backwards. Each optimizer has its own count, and its parameters are averaged separately, so that
+    alternating optimizers are treated alike. All ranks must make the same calls, also for steps that loss
+    scaling skipped.
 
-    Collective: all ranks must construct it.
-
-    Args:
-        module: module with the parameters and buffers, which must be the same on all ranks at this point.
-        optimizers: optimizers whose steps count.
-        group: the ranks; the averager makes a separate group of the same ranks.
-        options: an instance of the class's `Options`.
+    Collective: all ranks must construct it, with the same parameters and buffers.
 
     Raises:
         ConfigurationError: an optimizer shards its state over the ranks, or the options do not fit the ranks.
@@ -105,7 +99,7 @@ class Averager:
         self.check_ranks()
         device = next(iter(self.parameters.values())).device
         self.channel = Channel(group, device)
-        self.wire = PlainWire(self.channel)
+        self.wire = Wire(self.channel)
         names = {id(p): name for name, p in self.parameters.items()}
         self.tracks = [
             Track(
@@ -122,17 +116,10 @@ class Averager:
         self._settle_phase()
 
     def check_ranks(self) -> None:
-        """Reject options that do not fit the number of ranks, before any communication.
-
-        Raises:
-            ConfigurationError: the options do not fit.
-        """
+        """Raise `ConfigurationError` if the options do not fit the number of ranks; do not communicate."""
 
     def prepare(self) -> None:
-        """Create the process groups and communication threads of the subclass; called by the constructor.
-
-        Collective: all ranks must call it.
-        """
+        """Create the groups and channels of the subclass, at construction and after `rejoin`."""
 
     # ------------------------------------------------------------------ steps
 
@@ -195,18 +182,12 @@ class Averager:
             self.finish_round(track)
 
     def finish_round(self, track: Track) -> None:
-        """Run a round to its end; it has to be due.
-
-        Collective: all ranks must call it.
-        """
+        """Run a round to its end; it has to be due."""
         self.round(track)
         self._standing = Standing.MET if self.mixes_rounds or len(self.tracks) > 1 else Standing.SAME
 
     def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer: the part of a round that each subclass implements.
-
-        Collective: all ranks must call it.
-        """
+        """Average the parameters of one optimizer: the part of a round that each subclass implements."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ agreement
@@ -238,10 +219,7 @@ class Averager:
         return True
 
     def settle(self, track: Track) -> None:
-        """Finish a round: treat the optimizer state as its option says, and average buffers.
-
-        Collective: all ranks must call it.
-        """
+        """Finish a round: treat the optimizer state as its option says, and average buffers."""
         if self.options.optimizer_state == "reset":
             for name in track.names:
                 track.optimizer.state[self.parameters[name]].clear()
@@ -251,10 +229,7 @@ class Averager:
         self.average_buffers()
 
     def average_buffers(self) -> None:
-        """Average normalization statistics and other floating-point buffers.
-
-        Collective: all ranks must call it.
-        """
+        """Average normalization statistics and other buffers."""
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:
@@ -274,7 +249,7 @@ class Averager:
         """
         self.group = group
         self.channel = Channel(group, self.channel.device)
-        self.wire = PlainWire(self.channel)
+        self.wire = Wire(self.channel)
         self.settle_others()
         self.prepare()
 
@@ -303,11 +278,9 @@ class Averager:
         return self.state_dict()
 
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Finish a step or round that was interrupted here after another rank had finished it.
+        """Finish a step or round that was interrupted here, with the state of a rank that has finished it.
 
-        Args:
-            state: from `for_others` of that rank, whose parameters this rank has already, unless it
-                `keeps_parameters`.
+        This rank has the parameters of that rank already, unless it `keeps_parameters`.
         """
         self.load_state_dict(state)
         self.settle_others()
@@ -356,11 +329,7 @@ class Averager:
 
 
 def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Reject optimizers that cannot be used with local training.
-
-    Raises:
-        ConfigurationError: an optimizer shards its state, or averages parameters itself.
-    """
+    """Raise `ConfigurationError` for optimizers that cannot be used with local training."""
     reasons = {
         "ZeroRedundancyOptimizer": "each rank holds the state of a part of the parameters only, so no rank"
         " could take a step by itself",
@@ -393,7 +362,7 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
         if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
             means.append(mean)
             variances.append(variance)
-    wire = PlainWire(channel)
+    wire = Wire(channel)
     before = [mean.clone() for mean in means]
     known = {id(t) for t in [*means, *variances]}
     rest = [b for b in module.buffers() if id(b) not in known]
@@ -419,11 +388,6 @@ def average_optimizer_state(
     the other ranks keep their state.
 
     Collective: all ranks must call it.
-
-    Args:
-        channel: the ranks.
-        optimizer: optimizer whose state is changed in place.
-        parameters: parameters of the optimizer by name, in the same order on all ranks.
     """
     found = {
         (name, key): value
@@ -434,4 +398,4 @@ def average_optimizer_state(
     }
     layouts = all_gather_objects(channel.group, list(found), channel.device)
     everywhere = set(layouts[0]).intersection(*map(set, layouts[1:]))
-    average_(PlainWire(channel), [value for key, value in found.items() if key in everywhere])
+    average_(Wire(channel), [value for key, value in found.items() if key in everywhere])

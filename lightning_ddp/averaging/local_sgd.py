@@ -17,7 +17,7 @@ from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
 from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import part_group
-from lightning_ddp.encoding.mean import PlainWire, average_
+from lightning_ddp.encoding.mean import Wire, average_
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
@@ -48,19 +48,16 @@ class PostLocalSGD(Averager):
 
 
 class NodeGradients:
-    """A communication hook that calls another hook until local training starts.
+    """A communication hook that averages in nodes of neighboring ranks, once local training has started.
 
     Collective: all ranks must construct it.
 
     Args:
-        hook: hook that reduces over all ranks; None for the plain mean.
-        group: all ranks; ranks of a node must be neighbors.
+        hook: hook that reduces over all ranks until then; None for the plain mean.
+        group: all ranks.
         node_size: number of ranks on a node.
         device: device of the gradients.
         is_global: returns True while gradients have to be averaged over all ranks.
-
-    Raises:
-        ConfigurationError: the ranks do not divide into nodes of that size.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class NodeGradients:
             return self._hook(state, bucket)
         channel = self._world if self._world is not None and self._is_global() else self._node
         buffer: torch.Tensor = bucket.buffer()
-        return channel.submit(lambda: PlainWire(channel).mean(buffer))
+        return channel.submit(lambda: Wire(channel).mean(buffer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,4 +179,4 @@ class HierarchicalSGD(Averager):
 
     def _average(self, track: Track, channel: Channel) -> None:
         tensors = [self.parameters[name] for name in track.names]
-        channel.wait(channel.submit(lambda: average_(PlainWire(channel), tensors)))
+        channel.wait(channel.submit(lambda: average_(Wire(channel), tensors)))

@@ -18,7 +18,6 @@ from lightning_ddp.encoding.mean import (
     EncodedWire,
     Int8Codec,
     Segment,
-    Wire,
     exchange,
     memory_view,
 )
@@ -35,7 +34,7 @@ class OuterAverager(Averager):
 
     def prepare(self) -> None:
         """Choose unencoded outer gradients."""
-        self.transport: Wire = self.wire
+        self.transport = self.wire
 
     def begin_local_phase(self) -> None:
         """Copy the parameters, which are the same on all ranks at this moment."""
@@ -43,13 +42,9 @@ class OuterAverager(Averager):
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
-        """Update `anchor` (1-D, in place) with `delta`, the mean change of the ranks' parameters.
+        """Update `anchor` and `momentum` (1-D) in place, with the learning rate of the optimizer.
 
-        Args:
-            anchor: the outer parameters.
-            momentum: the outer momentum; changed in place.
-            delta: anchor minus the mean of the ranks' parameters; may be changed.
-            lr: learning rate of the optimizer for this parameter.
+        `delta` is the anchor minus the mean of the ranks' parameters, and may be changed.
         """
         raise NotImplementedError
 

@@ -283,38 +283,21 @@ class LockstepLoader:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch; every step of it communicates."""
-        return _LockstepIterator(iter(self._loader), self._lockstep)
+        """Iterate over an epoch, without prefetching; every step of it communicates."""
+        batches = iter(self._loader)
+        self._lockstep.restart()
+        # A generator that has ended asks no more: some iterators would start another epoch.
+        return self._steps((batch,) for batch in batches)
 
-
-class _LockstepIterator:
-    """Iterator over one epoch of a `LockstepLoader`; does not prefetch."""
-
-    def __init__(self, batches: Iterator[Any], lockstep: Lockstep) -> None:
-        self._batches: Iterator[Any] | None = batches
-        self._lockstep = lockstep
-        self._num_fetched = 0
-        lockstep.restart()
-
-    def __iter__(self) -> _LockstepIterator:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self._lockstep.exchange(self._fetch(), self._num_fetched)
-        if batch is None:
-            raise StopIteration
-        return batch[0]
-
-    def _fetch(self) -> tuple[Any] | None:
-        if self._batches is None:
-            return None
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._batches = None  # Not called again: some iterators would start another epoch.
-            return None
-        self._num_fetched += 1
-        return (batch,)
+    def _steps(self, batches: Iterator[tuple[Any]]) -> Iterator[Any]:
+        num_fetched = 0
+        while True:
+            fresh = next(batches, None)
+            num_fetched += fresh is not None
+            batch = self._lockstep.exchange(fresh, num_fetched)
+            if batch is None:
+                return
+            yield batch[0]
 
 
 class _ScaleGradient(torch.autograd.Function):

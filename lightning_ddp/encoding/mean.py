@@ -1,9 +1,8 @@
 """Means over the ranks for hooks and averagers: plain or encoded, of one tensor or of many.
 
 An algorithm (PowerSGD, top-k ...) requests the mean of a tensor over the ranks, or the tensors of all ranks,
-from its `Wire`. A `Codec` determines the number of bits that are sent. So `["bf16", "powersgd"]` is PowerSGD
-whose factors are sent in bfloat16, while its arithmetic and its error feedback are in float32. `exchange`
-sends many tensors through two flat chunks: one is filled while the other is sent.
+from its `Wire`; a `Codec` determines the number of bits that are sent. `exchange` sends many tensors through
+two flat chunks: one is filled while the other is sent.
 """
 
 from __future__ import annotations
@@ -48,12 +47,8 @@ class Codec(Protocol):
 class _BlockCodec:
     """Codec with 8-bit codes of values divided by their block's scale; the scales come first.
 
-    A scale that covers a small block keeps an outlier from coarsening everything else (Dettmers et al.,
-    "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1, there with a nonlinear code).
-
-    Args:
-        block_size: number of elements that share a scale.
-        largest: absolute value of the largest code, to which the scale maps the largest element.
+    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1. A scale maps the
+    largest element of its block to `largest`, the largest code.
     """
 
     def __init__(self, block_size: int, largest: float) -> None:
@@ -120,12 +115,7 @@ class Fp8Codec(_BlockCodec):
 
 
 class CastCodec:
-    """Codec that rounds each number to a 16-bit floating-point type.
-
-    Args:
-        dtype: `torch.float16` (11 bits of precision, up to 65,504; above that it becomes infinite) or
-            `torch.bfloat16` (8 bits, the range of float32).
-    """
+    """Codec that rounds each number to `dtype`, a 16-bit floating-point type."""
 
     block_size = 1
 
@@ -142,49 +132,32 @@ class CastCodec:
 # ---------------------------------------------------------------------- wires
 
 
-class Wire(Protocol):
-    """Sender of flat tensors; all ranks must call its methods in the same order, in jobs of a channel."""
-
-    def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return `count` 1-D tensors that `begin` sends best, for one job at a time."""
-        ...
-
-    def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start a `mean`; return its wait. Several may be in progress; wait in the order of the starts."""
-        ...
-
-    def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a 1-D tensor, bitwise the same on all ranks; may reuse its memory."""
-        ...
-
-    def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks as received, this rank's included: shape (size, numel)."""
-        ...
-
-
-class PlainWire:
-    """Wire that sends numbers unencoded."""
+class Wire:
+    """Sender of unencoded flat tensors, for jobs of a channel; all ranks must make the same calls."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return `count` 1-D tensors that `begin` sends best, for one job at a time."""
         return self._channel.empties(count, numel, dtype)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the mean in the tensor's own dtype and memory; divided before the sum, as in torch."""
+        """Return the mean of a 1-D tensor, bitwise the same on all ranks; may reuse its memory."""
         return self.begin(flat)()
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start a `mean`; return its wait. Several may be in progress; wait in the order of the starts."""
         if not flat.numel():
             return lambda: flat
         return self._channel.start_all_reduce(flat.div_(self._channel.size))
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks as received, this rank's included: shape (size, numel)."""
         return self._channel.all_gather(flat)
 
 
-class EncodedWire:
+class EncodedWire(Wire):
     """Wire that sends encoded numbers and sums them in float32.
 
     The mean is a reduce-scatter and an all-gather: rank r gets the encoded r-th part of every rank, decodes
@@ -193,7 +166,7 @@ class EncodedWire:
     """
 
     def __init__(self, channel: Channel, codec: Codec) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._codec = codec
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -278,11 +251,7 @@ class Segment(NamedTuple):
 
 
 def memory_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements in the order of memory: a detached 1-D view.
-
-    Raises:
-        ValueError: the elements have gaps or overlap in memory.
-    """
+    """Return a dense tensor's elements in the order of memory: a detached 1-D view."""
     tensor = tensor.detach()
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -299,9 +268,7 @@ def exchange(
     pack: Callable[[Segment, torch.Tensor], object],
     unpack: Callable[[Segment, torch.Tensor], object],
 ) -> None:
-    """Average the values that `pack` makes of tensors; pass the means to `unpack`.
-
-    Called in a job of a channel.
+    """Average the values that `pack` makes of tensors; pass the means to `unpack`. For jobs of a channel.
 
     Collective: all ranks must call it.
 

@@ -66,11 +66,6 @@ class Hook:
 
     Register it with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the thread of
     backward, and reduces in the thread of its channel. One hook serves one wrapper.
-
-    Args:
-        channel: the ranks, on the device of the gradients.
-        wire: sender of tensors.
-        options: an instance of the class's `Options`.
     """
 
     name: ClassVar[str]
@@ -96,11 +91,7 @@ class Hook:
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queue the reduction of a full bucket; `state` is not used.
-
-        Raises:
-            ConfigurationError: the bucket has no names of its parameters.
-        """
+        """Queue the reduction of a full bucket; `state` is not used."""
         parameters = bucket.parameters()
         part = Part(
             buffer=bucket.buffer(),
@@ -188,7 +179,7 @@ class StatefulHook(Hook):
         self._settling: torch.futures.Future[torch.Tensor] | None = None
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queue the reduction of a full bucket; `state` is not used. Raises as `Hook` does."""
+        """Queue the reduction of a full bucket; `state` is not used."""
         future = super().__call__(state, bucket)
         if self.is_deferred and bucket.is_last():
             self._settling = self.channel.submit(self._settle)
@@ -332,11 +323,7 @@ class StatefulHook(Hook):
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Commit an interrupted step that another rank has committed; call it while no bucket is reduced.
-
-        Args:
-            shared: state that is the same on all ranks, from `state_dict` of that rank.
-        """
+        """Commit an interrupted step that another rank has committed, with its part of `state_dict`."""
         if self.step < shared["step"]:
             self.commit(self._pending)
         self._forget_step()
@@ -411,11 +398,11 @@ class MomentumOptions(HookOptions):
 
 
 class MomentumHook(StatefulHook):
-    """A hook that replaces the gradient g by a velocity u = m u + g for each parameter.
+    """A hook that replaces the gradient g by a velocity u = m u + g before it compresses.
 
-    Applied before compression, so that delayed values have their correct weight: Lin et al., "Deep Gradient
-    Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient Distributed
-    Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019, algorithm 2. Subclasses implement `compress`.
+    Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok,
+    "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019,
+    algorithm 2. Subclasses implement `compress`.
     """
 
     Options = MomentumOptions

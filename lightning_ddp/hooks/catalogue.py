@@ -10,7 +10,7 @@ import torch
 
 from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.mean import EncodedWire, PlainWire, Wire
+from lightning_ddp.encoding.mean import EncodedWire, Wire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks.base import Hook, HookOptions
@@ -171,7 +171,7 @@ def build_hook(
 def make_hook(plan: HookPlan, channel: Channel) -> Hook:
     """Build the hooks of a plan on an existing channel."""
     (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
-    wire: Wire = PlainWire(channel)
+    wire = Wire(channel)
     if _HOOKS[encoder].encodes:
         wire = EncodedWire(channel, _HOOKS[encoder].make_codec(encoder_options))
     return _HOOKS[name](channel, wire, options)
