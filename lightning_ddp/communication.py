@@ -29,14 +29,7 @@ def _no_scaler() -> None:
 
 
 class Communication:
-    """The communication hook and the averager of one run.
-
-    Args:
-        hook: a specification or a function; None for the plain mean.
-        hook_state: first argument of a function.
-        wrapper: function that wraps the hook; None for no wrapper.
-        averaging: specification of an averager; None for none.
-        period: only None. Kept for Lightning's signature.
+    """The communication hook and the averager of one run, from the arguments of a strategy.
 
     Raises:
         ConfigurationError: an argument cannot be used, or two of them contradict each other.
@@ -101,14 +94,9 @@ class Communication:
         return float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
 
     @property
-    def averages_gradients(self) -> bool:
-        """True if the averager lets the gradients of the next backward pass be averaged over all ranks."""
-        return self.averager is None or self.averager.averages_gradients
-
-    @property
     def synchronises_backward(self) -> bool:
         """True if the reducer takes part in the next backward pass."""
-        return self.averages_gradients or self._averages_in_nodes
+        return not self.is_local or self._averages_in_nodes
 
     @property
     def _averages_in_nodes(self) -> bool:
@@ -126,7 +114,7 @@ class Communication:
         loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
-        """Build the hook and register it with a `BucketedDDP`.
+        """Build the hook and register it with `model`, a `BucketedDDP`.
 
         Collective: all ranks must call it.
 
@@ -157,7 +145,7 @@ class Communication:
         if self._averages_in_nodes:
             from lightning_ddp.averaging.local_sgd import NodeGradients
 
-            hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
+            hook = NodeGradients(hook, group, node_size, device, lambda: not self.is_local)
         if hook is not None:
             model.register_comm_hook(self._hook_state, hook)
 
@@ -169,15 +157,9 @@ class Communication:
         *,
         keeps_rounds: bool = False,
     ) -> None:
-        """Build the averager, once there are optimizers.
+        """Build the averager, once there are optimizers; with `keeps_rounds` a failed round may be repeated.
 
         Collective: all ranks must call it.
-
-        Args:
-            module: the trained module.
-            optimizers: optimizers whose steps count.
-            group: the ranks.
-            keeps_rounds: True if other ranks may repeat a failed round.
 
         Raises:
             ConfigurationError: an optimizer cannot be used with the averager or the hook.
@@ -307,19 +289,17 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state that differs between ranks: residuals, and state of local training.
+        """Return the state that differs between ranks.
 
-        The latter has optimizers and loss scale.
-
-        In local training each rank skips the steps in which its own gradients overflow, so each has a
-        separate loss scale; sharing it would cost a collective per step.
+        That is residuals; in local training also optimizers and the loss scale, as each rank then skips the
+        steps in which its own gradients overflow.
         """
         state: dict[str, Any] = {}
         if self._stateful is not None:
             hook = _pick(self._stateful, shared=False)
             if hook["tensors"]:
                 state["hook"] = hook
-        if self.averager is not None and not self.averager.averages_gradients:
+        if self.averager is not None and self.is_local:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
             if self._scaler() is not None:
                 state["scaler"] = self._scaler().state_dict()
@@ -334,9 +314,6 @@ class Communication:
             shared: from `shared_state`.
             own: from `own_state` of this rank; None if there is none that can be used.
             names: qualified names of the parameters.
-
-        Raises:
-            ConfigurationError: the format is not known.
         """
         if shared.get("format") != STATE_FORMAT:
             raise ConfigurationError(
@@ -380,19 +357,19 @@ def _check_agreement(
     name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
     mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
     everyone = all_gather_objects(group, mine, device)
-    name_of_first, hook_of_first, averaging_of_first = everyone[0]
+    first_name, first_hook, first_averaging = everyone[0]
     for rank, (other_name, other, other_averaging) in enumerate(everyone):
-        if other != hook_of_first:
+        if other != first_hook:
             raise ConfigurationError(
                 "the ranks have different communication hooks, so their collectives would not match from"
-                f" bucket 0 on: {other_name!r} on rank {rank}, {name_of_first!r} on rank 0. Rank {rank} has"
-                f" {other}, rank 0 has {hook_of_first}. Use the same hook on all ranks."
+                f" bucket 0 on: {other_name!r} on rank {rank}, {first_name!r} on rank 0. Rank {rank} has"
+                f" {other}, rank 0 has {first_hook}. Use the same hook on all ranks."
             )
-        if other_averaging != averaging_of_first:
+        if other_averaging != first_averaging:
             raise ConfigurationError(
                 "the ranks have different model averaging, so they would average at different times: rank"
-                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}. Use the same averager on"
-                " all ranks."
+                f" {rank} has {other_averaging}, rank 0 has {first_averaging}. Use the same averager on all"
+                " ranks."
             )
 
 

@@ -557,7 +557,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     ) -> Any:
         """Take a step; with model averaging, count it and average if it is due (then communicates)."""
         averager = self._communication.averager
-        if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
+        if isinstance(optimizer, torch.optim.LBFGS) and not self._communication.is_local:
             closure = partial(self._mean_loss, closure)
         # in local training a step counts also if the loss scaler skips it
         is_asked = averager is not None and averager.averages_gradients

@@ -44,9 +44,8 @@ class BucketSpec:
 class GradientStreams:
     """The CUDA streams on which one backward writes gradients of one device into one flat buffer.
 
-    Autograd runs the hook of a gradient on the stream of the forward that used the parameter. After a forward
-    on several streams, a reader of the whole buffer has to wait for each of them; with one stream there is
-    nothing to wait for.
+    Autograd runs the hook of a gradient on the stream of the forward that used the parameter. A reader of the
+    whole buffer has to wait for each of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,10 +70,7 @@ class GradientStreams:
         self._noted[current.stream_id] = current
 
     def keep(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Keep the memory of `gradients` allocated until the current stream has used it.
-
-        Otherwise the caching allocator could reuse memory of another stream as soon as a gradient is dropped.
-        """
+        """Keep the memory of `gradients`, maybe of another stream, until the current stream has used it."""
         current = _current_stream(self._index)
         if any(number != current.stream_id for number in self._noted):
             for gradient in gradients:
@@ -95,7 +91,7 @@ class Bucket:
         parameters: its parameters, in the order of `spec.indices`.
         names: their qualified names.
         is_last: True for the bucket that is launched last.
-        late_only: positions that must not be copied early, as they get several gradients in one backward.
+        late_only: positions that get several gradients in one backward.
     """
 
     contributes = True
@@ -196,19 +192,11 @@ class Bucket:
         """Undo `open` after a failed backward, in which the gradients of `ready` have arrived."""
 
     def copy_early(self, position: int, scale: float | None) -> None:
-        """Copy one large gradient into the buffer, scaled unless `scale` is None.
-
-        Raises:
-            TypeError: there is no gradient.
-        """
+        """Copy one large gradient into the buffer, scaled unless `scale` is None; TypeError if missing."""
         _copy_scaled(cast(torch.Tensor, self.params[position].grad), self.views[position], scale)
 
     def copy_late(self, scale: float | None) -> None:
-        """Copy the small gradients into the buffer together, scaled unless `scale` is None.
-
-        Raises:
-            TypeError: a gradient is missing.
-        """
+        """Copy the small gradients into the buffer, scaled unless `scale` is None; TypeError if missing."""
         params, views = self._present()
         if params:
             foreach_copy_(views, cast(list[torch.Tensor], [p.grad for p in params]))
@@ -376,11 +364,9 @@ class SparseBucket(Bucket):
         self.early = frozenset()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the sparse gradient, as a list with one tensor."""
         return [self._buffer]
 
     def take(self, value: torch.Tensor) -> None:
-        """Store the reduced gradient `value`."""
         self.flat = value.detach()
 
     def zeros(self) -> Bucket:
@@ -391,23 +377,19 @@ class SparseBucket(Bucket):
         return bucket
 
     def copy_late(self, scale: float | None) -> None:
-        """Copy the gradient, scaled unless `scale` is None."""
         if not self.absent:
             self._fill(self.params[0].grad, scale)
 
     def fill_absent(self, position: int, scale: float | None) -> None:
-        """Contribute the accumulated gradient of the parameter, or no row."""
         self.absent.add(position)
         param = self.params[position]
         self._fill(_empty_like(param) if param.grad is None else param.grad, scale)
 
     def take_absent(self, position: int, is_used: bool) -> None:
-        """Set `.grad` of the absent parameter to the mean if some rank used it."""
         if is_used:
             self.params[position].grad = self.flat
 
     def copy_out(self) -> None:
-        """Set `.grad` to the mean."""
         if not self.absent:
             self.params[0].grad = self.flat
 

@@ -88,21 +88,14 @@ class _BytePack:
 
 
 class Buffers:
-    """The buffers of a wrapped module, with the decision when forwards broadcast them.
+    """The buffers of a wrapped module but for the `ignored`, with the decision when forwards broadcast them.
 
-    A BatchNorm layer in training mode normalizes with its batch alone; it updates its running statistics
-    but does not read them, and those of rank 0 depend on rank 0's own history only. So while all buffers of
-    a module are such statistics and all their layers train, a broadcast before each forward changes no
-    result. A broadcast is due before a forward in which a layer evaluates, if that forward follows a
-    synchronized forward, as in torch, or if the layer has trained since the last broadcast. A module with
-    any other buffer, or with a subclass of BatchNorm, which may read its statistics, broadcasts before every
-    forward that follows a synchronized forward.
-
-    Args:
-        group: the ranks.
-        module: the wrapped module.
-        ignored: qualified names of buffers that are left alone.
-        broadcast: when forwards broadcast.
+    A BatchNorm layer in training mode updates its running statistics but does not read them, and those of
+    rank 0 depend on rank 0's own history only. So if all buffers of a module are such statistics, a broadcast
+    is due only before a forward in which a layer evaluates, if that forward follows a synchronized forward,
+    as in torch, or if the layer has trained since the last broadcast. A module with any other buffer, or with
+    a subclass of BatchNorm, which may read its statistics, broadcasts before every forward that follows a
+    synchronized forward.
     """
 
     def __init__(
@@ -162,9 +155,7 @@ class Buffers:
                 broadcast_coalesced(self._group, self._others, src)
 
     def are_due(self, where: Moment, *, follows_sync: bool, is_joining: bool) -> bool:
-        """Return True if the buffers must be synchronized at this moment of a forward.
-
-        The result is the same on all ranks.
+        """Return True if the buffers must be synchronized at this moment of a forward; the same on all ranks.
 
         Args:
             where: the moment.
@@ -179,12 +170,9 @@ class Buffers:
         return follows_sync
 
     def sync(self, src: int = 0) -> list[Any]:
-        """Broadcast the buffers of rank `src`, or run the hook.
+        """Broadcast the buffers of rank `src`, or run the hook; return futures for the end of backward.
 
         Collective: all ranks must call it.
-
-        Returns:
-            Futures that the end of backward has to wait for.
         """
         if not (self._is_on and self._places):
             return []
@@ -240,8 +228,7 @@ class ModuleSnapshot:
     def retake(self) -> None:
         """Copy the present values, for the submodules and metrics found at construction.
 
-        Small buffers on the CPU are copied together, as bytes: 120 of them in 20 us, where a multi-tensor
-        copy takes 45 us.
+        Small buffers on the CPU are copied together, as bytes, in half the time of a multi-tensor copy.
         """
         present = list(chain.from_iterable(map(dict.values, self._owners)))
         is_same = (

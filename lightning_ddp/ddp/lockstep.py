@@ -39,12 +39,12 @@ class Turn:
 class Lockstep:
     """The steps that all ranks of a group take together, as long as one rank has batches.
 
-    All ranks must construct and use it alike. The order of one step is: the loader's next batch
-    (communicates), `begin`, the forward inside `step`, the backward of `scale(loss)`, `restore`.
+    The order of one step is: the loader's next batch (communicates), `begin`, the forward inside `step`, the
+    backward of `scale(loss)`, `restore`.
 
     Args:
         group: the ranks.
-        device: device of the tensors of its exchanges, as the backend needs it.
+        device: device of the tensors of its exchanges.
         is_allowed: True if ranks may run out at different steps; otherwise that is an error on all ranks.
         divide_by_initial_world_size: True to count a rank that has run out in the mean of the gradients,
             with zeros; False for the mean over the ranks that have a new batch.
@@ -82,33 +82,27 @@ class Lockstep:
 
         Args:
             loader: the loader of this rank.
-            most: returns the number of batches of the longest loader, the same on all ranks; None to exchange
-                the lengths now.
+            most: returns the number of batches of the longest loader; None to exchange the lengths now.
             spare: makes a batch for a rank that has none to repeat; None to raise an error there.
-
-        Raises:
-            ConfigurationError: only some ranks know the length of their loader, or a loader wrapped before
-                has not been iterated over.
         """
         if self._is_waiting:
             raise ConfigurationError(
                 "uneven_inputs supports one training dataloader, but there are several. Combine the"
                 " datasets in one dataloader."
             )
+        if most is None:
+            mine = torch.tensor([_length(loader)], device=self._device)
+            lengths = [int(n) for n in all_gather(self._group, mine).view(-1).tolist()]
+            unsized = [rank for rank, length in enumerate(lengths) if length == _UNSIZED]
+            if unsized and len(unsized) < len(lengths):
+                raise ConfigurationError(
+                    f"the training dataloader has no length on ranks {unsized}, but has one on the others."
+                    " Give it one on every rank, or on none."
+                )
+            most = None if unsized else partial(max, lengths)
         self._spare = spare
-        if most is not None:
-            self._is_waiting = True
-            return LockstepLoader(loader, self, most)
-        mine = torch.tensor([_length(loader)], device=self._device)
-        lengths = [int(n) for n in all_gather(self._group, mine).view(-1).tolist()]
-        unsized = [rank for rank, length in enumerate(lengths) if length == _UNSIZED]
-        if unsized and len(unsized) < len(lengths):
-            raise ConfigurationError(
-                f"the training dataloader has no length on ranks {unsized}, but has one on the others. Give"
-                " it one on every rank, or on none."
-            )
         self._is_waiting = True
-        return LockstepLoader(loader, self, None if unsized else partial(max, lengths))
+        return LockstepLoader(loader, self, most)
 
     def restart(self) -> None:
         """Begin a new epoch: drop the fetched and unused steps."""
@@ -121,16 +115,11 @@ class Lockstep:
         self.restart()
 
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
-        """Exchange which ranks have a new batch; return the batch that this rank uses, in a tuple.
+        """Exchange which ranks have a new batch; return the batch that this rank uses.
+
+        Batches are in tuples; None stands for a rank that has run out, or for all ranks.
 
         Collective: all ranks must call it.
-
-        Args:
-            fresh: this rank's next batch in a tuple, or None when it has run out.
-            num_fetched: number of batches that this rank has had in this epoch.
-
-        Returns:
-            None when all ranks have run out.
 
         Raises:
             UnevenInputsError: on every rank, if a rank ran out and that is not allowed, or has no batch to
@@ -220,14 +209,9 @@ class Lockstep:
         return self._is_stepping and self.turn.num_active < self._group.size
 
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce `tensors` in place over those ranks of `group` that have a new batch.
-
-        All ranks of `group` get the result. If none of them has a new batch, all of them are reduced.
+        """Reduce `tensors` in place over those ranks of `group` that have a new batch; over all if none has.
 
         Collective: all ranks must call it.
-
-        Raises:
-            ConfigurationError: the name of the operation is unknown.
         """
         resolved = reduce_op(op)
         num_active = self._num_active(group)

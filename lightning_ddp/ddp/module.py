@@ -1,7 +1,4 @@
-"""`BucketedDDP`: data parallelism over processes, with the reducer in Python.
-
-More than 500 lines, as it holds the whole public interface of the engine; a third are its docstrings.
-"""
+"""`BucketedDDP`: data parallelism over processes, with the reducer in Python."""
 
 from __future__ import annotations
 

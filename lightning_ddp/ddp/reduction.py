@@ -27,12 +27,12 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 @dataclass(slots=True)
 class BackwardState:
-    """State of the next or running backward, shared by the reducer, its buckets and their reduction."""
+    """State of the next or running backward, made by its forward and dropped when it is over."""
 
     step: int = -1
     """Number of the backward, the same on all ranks; -1 until its first gradient arrives."""
     begun_at: float = 0.0
-    """Time at which the first gradient arrived, in seconds of `time.monotonic`."""
+    """Time of the first gradient, in seconds of `time.monotonic`."""
     is_armed: bool = True
     """True while gradients are averaged; False after the backward, or after a forward without sync."""
     creates_graph: bool = False
@@ -88,11 +88,7 @@ class Reduction:
         self._worker.end()
 
     def launch(self, bucket: Bucket, state: BackwardState) -> None:
-        """Start the reduction of a full bucket, the next in the launch order of all ranks.
-
-        Raises:
-            CommHookError: the hook raised, or returned no future.
-        """
+        """Start the reduction of a full bucket, the next in the launch order of all ranks."""
         if bucket.is_skipped or not bucket.flat.numel():
             return
         if self.hook is None:
@@ -131,12 +127,7 @@ class Reduction:
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Wait until a launched bucket's flat buffer holds the result; call `on_slice` meanwhile.
-
-        Raises:
-            CommHookError: the hook's future failed, or holds no flat gradient.
-            RuntimeError: the all-reduce failed.
-        """
+        """Wait until a launched bucket's flat buffer holds the result; call `on_slice` meanwhile."""
         work = bucket.work
         if self.hook is None:
             state.on_slice = on_slice  # for a deferred job, which this thread runs now

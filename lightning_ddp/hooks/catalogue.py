@@ -106,8 +106,7 @@ def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
         spec: a name; a mapping with `name` and options; or a list of them, outer to inner.
 
     Raises:
-        ConfigurationError: a name or an option does not exist, a value cannot be used, or hooks cannot be
-            combined.
+        ConfigurationError: a name, an option, a value or the combination cannot be used.
     """
     if isinstance(spec, (str, Mapping)):
         spec = [spec]
