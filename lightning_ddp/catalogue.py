@@ -52,10 +52,7 @@ class Catalogue(Generic[K]):
         return {name: self._kinds[name].Options for name in self.names()}
 
     def parse(self, entry: Any) -> tuple[str, Any]:
-        """Find the class that a configuration entry names (a string or mapping), and check its options.
-
-        Returns:
-            The name, and the options as an object of the class's `Options`.
+        """Find the class that a configuration entry (a string or mapping) names; return name and options.
 
         Raises:
             ConfigurationError: the name or an option does not exist, or a value cannot be used.

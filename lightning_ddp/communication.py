@@ -160,9 +160,6 @@ class Communication:
         """Build the averager, once there are optimizers; with `keeps_rounds` a failed round may be repeated.
 
         Collective: all ranks must call it.
-
-        Raises:
-            ConfigurationError: an optimizer cannot be used with the averager or the hook.
         """
         factor = self.momentum
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]

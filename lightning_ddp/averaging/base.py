@@ -299,11 +299,7 @@ class Averager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore a state; return one sentence for each item that could not be restored.
-
-        Raises:
-            ConfigurationError: the format is not known.
-        """
+        """Restore a state; return one sentence for each item that could not be restored."""
         if state.get("format") != STATE_FORMAT:
             raise ConfigurationError(
                 f"state of averager {self.name!r} has format {state.get('format')!r}, but this release"

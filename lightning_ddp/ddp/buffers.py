@@ -53,11 +53,7 @@ def check_broadcast_buffers(value: object) -> None:
 
 
 def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None) -> Broadcast:
-    """Return when forwards broadcast buffers, from torch's arguments of these names.
-
-    Raises:
-        ConfigurationError: `broadcast_buffers` is no valid choice.
-    """
+    """Return when forwards broadcast buffers, from torch's arguments of these names."""
     check_broadcast_buffers(broadcast_buffers)
     if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
         warnings.warn(
@@ -140,10 +136,7 @@ class Buffers:
         return {name: tensor for name, (_, _, tensor, _) in self._places.items()}
 
     def copy(self, src: int = 0) -> None:
-        """Overwrite the buffers with those of rank `src`, as bytes in one broadcast.
-
-        Not an in-place change for autograd, as in torch's DDP: two forward passes before one backward stay
-        possible.
+        """Overwrite the buffers with those of rank `src`, as bytes in one broadcast, unseen by autograd.
 
         Collective: all ranks must call it.
         """

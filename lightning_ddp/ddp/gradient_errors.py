@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,11 +26,8 @@ _ANSWER_WAIT_S = 0.2
 class Board:
     """Reports of missing gradients in the group's store, by step and rank.
 
-    Threads query the store: its process may be stopped (SIGSTOP), and then it does not reply.
-
-    Args:
-        group: the ranks.
-        token: the same on all ranks, different for every wrapped module.
+    The token is the same on all ranks, different for every wrapped module. Threads query the store, as its
+    process may be stopped (SIGSTOP) and not reply.
     """
 
     def __init__(self, group: Group, token: str) -> None:
@@ -48,7 +45,7 @@ class Board:
         Returns:
             The error to raise, the same on all ranks up to the rank in its first line.
         """
-        group, store = self.group, self.group.store
+        group, store = self.group, cast(Any, self.group.store)
         posts: dict[int, dict[str, Any]] = {group.rank: {"names": list(names), "num_launched": num_launched}}
 
         def have_all_come() -> bool:
@@ -107,13 +104,7 @@ class BackwardFailures:
         self._broken: Exception | None = None
 
     def check_usable(self) -> None:
-        """Raise if an earlier backward left the ranks in a state from which they cannot continue.
-
-        Raises:
-            BackwardOrderError: a static graph has changed in an earlier step.
-            MissingGradientError: some of the ranks missed a gradient in an earlier step, so that their
-                collectives no longer match.
-        """
+        """Raise again the error of an earlier backward after which the ranks cannot continue."""
         if self._broken is None:
             return
         if isinstance(self._broken, MissingGradientError):

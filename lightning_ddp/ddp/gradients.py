@@ -183,11 +183,7 @@ class Gradients:
         )
 
     def mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
-        """Count parameters without a gradient as ready, with zeros or accumulated values.
-
-        Returns:
-            The buckets that are full by that.
-        """
+        """Count parameters without a gradient as ready; return the buckets that are full by that."""
         full = []
         for index in indices:
             bucket = self._fill_absent(index)
@@ -207,11 +203,7 @@ class Gradients:
     def take_undefined(
         self, bucket: Bucket, positions: Iterable[int], error: TypeError, state: BackwardState
     ) -> None:
-        """Fill in zeros for parameters whose gradient autograd left undefined.
-
-        Raises:
-            BackwardOrderError: a gradient was freed, or came twice.
-        """
+        """Fill in zeros for gradients that autograd left undefined; raise if one was freed or came twice."""
         gone = [p for p in positions if bucket.params[p].grad is None and p not in bucket.absent]
         # With another hook on the parameter, that hook may have freed the gradient.
         others = [p for p in gone if len(gradient_hooks_of(bucket.params[p]) or ()) != 1]
@@ -255,12 +247,9 @@ class Gradients:
         return [b.spec.indices[p] for b in self._layout.buckets for p in sorted(b.absent)]
 
     def start_exchange(self, absent: Sequence[int] | None) -> Any | None:
-        """Start the sum over the ranks of the parameters that each used since the last exchange.
+        """Start the sum over the ranks of the parameters that each used since the last, if that is needed.
 
         `absent` is None on a rank without input, which takes part in the backward of the others.
-
-        Returns:
-            Its work; None if the ranks need no exchange.
         """
         if not self.are_counted or self._settled is not None:
             return None

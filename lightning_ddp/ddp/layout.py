@@ -60,9 +60,6 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
 
     The first bucket has at most 1 MiB, so that communication starts early, unless `caps_mb` names its size.
 
-    Raises:
-        ConfigurationError: a size is not above 0, or no number.
-
     >>> bucket_caps_bytes(None)
     (1048576, 26214400)
     >>> bucket_caps_bytes(0.5)
@@ -177,14 +174,9 @@ def plan_buckets(
 
 
 class BucketLayout:
-    """The buckets of a reducer.
+    """The buckets of a reducer, for parameters in the same order on all ranks.
 
-    Args:
-        parameters: the parameters, in the same order on all ranks.
-        names: their qualified names.
-        options: caps of the buckets, and how gradients get in and out of them.
-        sparse: positions of the parameters whose gradients are sparse tensors.
-        memory: shared memory for the buckets on the CPU; None for plain memory.
+    Those at the positions `sparse` have sparse gradients. Buckets on the CPU are in `memory`, if it is given.
     """
 
     def __init__(

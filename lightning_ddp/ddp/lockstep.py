@@ -256,11 +256,7 @@ class LockstepLoader:
         setattr(self._loader, name, value)
 
     def __len__(self) -> int:
-        """Return the greatest length of the loaders of all ranks.
-
-        Raises:
-            TypeError: the loaders have no length.
-        """
+        """Return the greatest length of the loaders of all ranks; TypeError if they have none."""
         if self._most is None:
             raise TypeError(f"{type(self._loader).__name__} has no length")
         length: int = self._most()

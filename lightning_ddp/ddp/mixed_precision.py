@@ -24,11 +24,7 @@ class MixedPrecisionConfig(Protocol):
 
 
 class MixedPrecision:
-    """Exchange of parameters for low-precision copies and back; construction casts the buffers.
-
-    Raises:
-        ConfigurationError: a dtype is not a floating-point one.
-    """
+    """Exchange of parameters for low-precision copies and back; construction casts the buffers."""
 
     def __init__(
         self, config: MixedPrecisionConfig, module: torch.nn.Module, ignored: frozenset[str] = frozenset()

@@ -253,12 +253,8 @@ class Segment(NamedTuple):
 def memory_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor's elements in the order of memory: a detached 1-D view."""
     tensor = tensor.detach()
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                raise ValueError(f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory")
-            expected *= size
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        raise ValueError(f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory")
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 

@@ -372,12 +372,6 @@ class StatefulHook(Hook):
             notes.append(f"hook {self.name!r} was saved with other options: {changed}")
         return notes
 
-    def reset_errors(self) -> None:
-        """Discard state that differs between ranks (residuals), to resume with other ranks."""
-        for values in self._state.values():
-            for key in [key for key in values if key not in self.shared_keys]:
-                del values[key]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumOptions(HookOptions):
