@@ -89,11 +89,6 @@ class Communication:
         return self._hook_plan.name if self._hook_plan else "function" if self._function else None
 
     @property
-    def momentum(self) -> float:
-        """Momentum that the registered hook applies, instead of the optimizer."""
-        return float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
-
-    @property
     def synchronises_backward(self) -> bool:
         """True if the reducer takes part in the next backward pass."""
         return not self.is_local or self._averages_in_nodes
@@ -161,7 +156,7 @@ class Communication:
 
         Collective: all ranks must call it.
         """
-        factor = self.momentum
+        factor = float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 import torch
@@ -440,14 +441,7 @@ def _runs(
     flat: torch.Tensor, parameters: Sequence[torch.Tensor], early: frozenset[int]
 ) -> list[torch.Tensor]:
     """Return the contiguous slices of `flat` between the parameters that are copied early."""
-    runs = []
-    start = offset = 0
-    for i, p in enumerate(parameters):
-        if i in early:
-            if offset > start:
-                runs.append(flat[start:offset])
-            start = offset + p.numel()
-        offset += p.numel()
-    if offset > start:
-        runs.append(flat[start:offset])
-    return runs
+    offsets = [0, *accumulate(p.numel() for p in parameters)]
+    groups = [list(g) for is_early, g in groupby(range(len(parameters)), early.__contains__) if not is_early]
+    slices = [flat[offsets[group[0]] : offsets[group[-1] + 1]] for group in groups]
+    return [each for each in slices if each.numel()]

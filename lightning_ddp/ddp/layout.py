@@ -205,10 +205,6 @@ class BucketLayout:
         """Plan buckets for gradients that become ready in `order`, a permutation of parameters."""
         return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
 
-    def holds(self, plan: Sequence[BucketSpec]) -> bool:
-        """Return True if the present buckets are those of `plan`."""
-        return tuple(plan) == tuple(bucket.spec for bucket in self.buckets)
-
     def apply(self, plan: Sequence[BucketSpec], late_only: frozenset[int] = frozenset()) -> None:
         """Make the buckets of `plan`, in the memory of the present buckets; gradients in it are moved.
 
@@ -261,16 +257,15 @@ class BucketLayout:
                 continue
             if kind not in self._storage:
                 same = [s for s in self._specs if (s.dtype, s.device) == kind and not s.is_sparse]
-                self._storage[kind] = self._zeros(sum(_aligned(s.numel, s.dtype) for s in same), *kind)
+                numel = sum(_aligned(s.numel, s.dtype) for s in same)
+                if self._memory is not None and spec.device.type == "cpu":
+                    self._storage[kind] = self._memory.zeros(numel, spec.dtype)
+                else:
+                    self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
             start = offsets.get(kind, 0)
             offsets[kind] = start + _aligned(spec.numel, spec.dtype)
             flats.append(self._storage[kind][start : start + spec.numel])
         return flats
-
-    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._memory is not None and device.type == "cpu":
-            return self._memory.zeros(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=device)
 
     def _release(self) -> dict[int, torch.Tensor]:
         """Drop the present buckets; return copies of the gradients in them, by parameter index."""

@@ -126,7 +126,8 @@ class Reducer:
         self.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), self._device)
         plan = self.layout.plan(order.tolist())
-        if self._gradients.is_static or not self.layout.holds(plan):  # static: replace the learning hooks
+        present = tuple(bucket.spec for bucket in self.buckets)
+        if self._gradients.is_static or plan != present:  # static: replace the learning hooks
             self._apply(plan)
 
     def _note_order(self, order: Sequence[int]) -> None:

@@ -96,21 +96,18 @@ class Reduction:
             return
         try:
             with without_engine_context():
-                bucket.work = self._checked(bucket, state, self.hook(self.state, bucket))
-        except CommHookError:
-            raise
+                future = self.hook(self.state, bucket)
         except Exception as error:
             raise self._error(bucket, state, f"raised {type(error).__name__}: {error}") from error
-
-    def _checked(self, bucket: Bucket, state: BackwardState, future: Any) -> Any:
         if not isinstance(future, Future):  # also the type that get_future() of a work returns
+            kind = type(future).__name__
             raise self._error(
                 bucket,
                 state,
-                f"returned {type(future).__name__}: callback must return a torch.futures.Future object, but"
-                f" got {type(future).__name__}; make one of the flat gradient",
+                f"returned {kind}: callback must return a torch.futures.Future object, but got {kind}; make"
+                " one of the flat gradient",
             )
-        return future
+        bucket.work = future
 
     def _start_mean(self, bucket: Bucket, state: BackwardState) -> Any:
         memory, flat = self._memory, bucket.flat

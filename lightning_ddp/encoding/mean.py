@@ -8,7 +8,7 @@ two flat chunks: one is filled while the other is sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,8 +19,7 @@ CHUNK_NUMEL = 2**20
 """Number of elements of a chunk; an exchange needs memory for two chunks."""
 PIECE_NUMEL = 2**19
 """Number of elements of a piece, small enough that the link is not idle during encoding."""
-_NUM_STAGES = 3
-_Stages = Generator[None, None, None]
+_Scatter = Callable[[], Callable[[], torch.Tensor]]
 _MIN_BLOCKS = 64
 """Number of blocks from which the cost of padding the last block is negligible."""
 _SCALE_BYTES = 4
@@ -177,48 +176,39 @@ class EncodedWire(Wire):
 
         A long tensor is sent in pieces: one is encoded while another is sent and a third one is decoded.
         """
-        if flat.numel() <= PIECE_NUMEL:
-            return self.begin(flat)()
         result = flat.new_empty(flat.numel(), dtype=torch.float32)
-        under_way: deque[_Stages] = deque()
-        for piece, out in zip(flat.split(PIECE_NUMEL), result.split(PIECE_NUMEL), strict=True):
-            under_way.append(self._stages(piece, out))
-            for stages in reversed(under_way):  # the newest starts before the older ones wait
-                next(stages)
-            if len(under_way) == _NUM_STAGES:
-                under_way.popleft()
-        while under_way:
-            for stages in reversed(under_way):
-                next(stages)
-            under_way.popleft()
+        outs, pieces = deque(result.split(PIECE_NUMEL)), deque(flat.split(PIECE_NUMEL))
+        scatters: deque[_Scatter] = deque()
+        gathers: deque[Callable[[], torch.Tensor]] = deque()
+        while outs:
+            is_last = not pieces
+            if pieces:  # the newest starts before the older ones wait
+                scatters.append(self._start(pieces.popleft()))
+            if len(scatters) > 1 or (is_last and scatters):
+                gathers.append(scatters.popleft()())
+            if len(gathers) > 1 or (is_last and not scatters):
+                outs.popleft().copy_(gathers.popleft()())
         return result
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Encode, and start the reduce-scatter; the wait does the all-gather."""
+        scatter = self._start(flat)
+        return lambda: scatter()()
+
+    def _start(self, flat: torch.Tensor) -> _Scatter:
+        """Encode, and start the reduce-scatter; its wait adds, starts the all-gather and returns its wait."""
         if not flat.numel():
-            return lambda: flat
-        result = flat.new_empty(flat.numel(), dtype=torch.float32)
-        stages = self._stages(flat, result)
-        next(stages)
-
-        def finish() -> torch.Tensor:
-            next(stages)
-            next(stages)
-            return result
-
-        return finish
-
-    def _stages(self, flat: torch.Tensor, out: torch.Tensor) -> _Stages:
-        """Run in three stages: encode and scatter; add and gather; decode to `out`."""
+            return lambda: lambda: flat
         size = self._channel.size
         part = self._padded(-(-flat.numel() // size))
         receive = self._channel.start_all_to_all(self._codec.encode(self._rows(flat / size, size, part)))
-        yield
-        mine = self._codec.decode(receive(), part).sum(0, keepdim=True)
-        gather = self._channel.start_all_gather(self._codec.encode(mine).view(-1))
-        yield
-        out.copy_(self._codec.decode(gather(), part).reshape(-1)[: flat.numel()])
-        yield
+
+        def add() -> Callable[[], torch.Tensor]:
+            mine = self._codec.decode(receive(), part).sum(0, keepdim=True)
+            gather = self._channel.start_all_gather(self._codec.encode(mine).view(-1))
+            return lambda: self._codec.decode(gather(), part).reshape(-1)[: flat.numel()]
+
+        return add
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
         length = self._padded(flat.numel())
