@@ -187,8 +187,14 @@ class Averager:
         self._standing = Standing.MET if self.mixes_rounds or len(self.tracks) > 1 else Standing.SAME
 
     def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer: the part of a round that each subclass implements."""
-        raise NotImplementedError
+        """Average the parameters of one optimizer; a subclass may do more."""
+        self.average_parameters(track, self.channel)
+        self.settle(track)
+
+    def average_parameters(self, track: Track, channel: Channel) -> None:
+        """Average the parameters of one optimizer over the ranks of a channel."""
+        tensors = [self.parameters[name] for name in track.names]
+        channel.wait(channel.submit(lambda: average_(Wire(channel), tensors)))
 
     # ------------------------------------------------------------------ agreement
 

@@ -17,7 +17,7 @@ from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
 from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import part_group
-from lightning_ddp.encoding.mean import Wire, average_
+from lightning_ddp.encoding.mean import Wire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
@@ -39,12 +39,6 @@ class PostLocalSGD(Averager):
     name = "post_local_sgd"
     Options = PostLocalSGDOptions
     options: PostLocalSGDOptions
-
-    def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer, including those without a gradient."""
-        tensors = [self.parameters[name] for name in track.names]
-        self.run(lambda: average_(self.wire, tensors))
-        self.settle(track)
 
 
 class NodeGradients:
@@ -170,13 +164,4 @@ class HierarchicalSGD(Averager):
         if channel is self.channel:
             self.finish_round(track)
         else:
-            self._average(track, channel)
-
-    def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer among all ranks."""
-        self._average(track, self.channel)
-        self.settle(track)
-
-    def _average(self, track: Track, channel: Channel) -> None:
-        tensors = [self.parameters[name] for name in track.names]
-        channel.wait(channel.submit(lambda: average_(Wire(channel), tensors)))
+            self.average_parameters(track, channel)

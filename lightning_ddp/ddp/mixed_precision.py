@@ -6,7 +6,7 @@ torch's DDP (`_MixedPrecision`, experimental there).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,20 +15,10 @@ from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import ConfigurationError
 
 
-class MixedPrecisionConfig(Protocol):
-    """The fields of torch's configuration; each is a floating-point dtype, or None to cast nothing."""
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-
-
 class MixedPrecision:
     """Exchange of parameters for low-precision copies and back; construction casts the buffers."""
 
-    def __init__(
-        self, config: MixedPrecisionConfig, module: torch.nn.Module, ignored: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, config: Any, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             dtype = getattr(config, name, None)
             if dtype is not None and not dtype.is_floating_point:

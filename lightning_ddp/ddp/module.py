@@ -28,7 +28,7 @@ from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
 from lightning_ddp.ddp.buffers import Buffers, Moment, when_to_broadcast
 from lightning_ddp.ddp.layout import ParameterSpec, ReducerOptions, bucket_caps_bytes
-from lightning_ddp.ddp.mixed_precision import MixedPrecision, MixedPrecisionConfig
+from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module_checks import (
     ParameterPlaces,
     check_backend,
@@ -67,10 +67,9 @@ class BucketedDDP(Joinable, torch.nn.Module):
     left alone. Parameters that `torch.func.functional_call` replaces for a forward are not averaged.
 
     `broadcast_buffers="auto"` gives the results of a copy of rank 0's buffers before each forward: BatchNorm
-    layers in training mode normalize with their batch and only write their running statistics, and those of
-    rank 0 depend on rank 0's history alone, so copying them before a layer evaluates is early enough.
-    Modules with any other buffer take the copy before each forward. Between two copies the statistics of the
-    other ranks are those of their own batches; `sync_buffers()` copies rank 0's at once.
+    layers in training mode only write their running statistics, so a copy before a layer evaluates is early
+    enough. Until then the statistics of the other ranks are those of their own batches; `sync_buffers()`
+    copies rank 0's at once. Modules with any other buffer take the copy before each forward.
 
     Args:
         module: Module on one device per process, or on several CUDA devices; the same on all ranks, with at
@@ -85,19 +84,17 @@ class BucketedDDP(Joinable, torch.nn.Module):
         init_sync: If True, construction compares the parameters of the ranks and broadcasts rank 0's
             parameters and buffers. If False, the caller guarantees that all ranks hold the same values.
         process_group: Process group of the ranks; None for the default group.
-        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB. With None
-            the first buckets are smaller if CPU ranks are on several hosts, so that communication starts
-            early.
+        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB; with None
+            and CPU ranks on several hosts the first buckets are smaller.
         find_unused_parameters: If True, parameters may take no part in the loss, on some ranks or on all. The
             graph of the outputs is searched after each forward. A parameter that no rank has used keeps its
             `.grad`; a parameter that some ranks have used gets the mean, with zeros from the others.
         check_reduction: Only False. Deprecated in torch, without effect.
         gradient_as_bucket_view: If True (also None), `.grad` is a view of the bucket after a synchronized
             backward pass, which saves a copy and the memory of one gradient per parameter.
-        static_graph: If True, every step must have the graph of the first step. It is recorded there:
-            communication starts after that backward pass, and later during it. Parameters may be unused, or
-            get several gradients in one backward pass (re-entrant checkpointing); a graph that changes is an
-            error.
+        static_graph: If True, every step must have the graph of the first step, which is recorded there.
+            Parameters may be unused, or get several gradients in one backward pass (re-entrant
+            checkpointing); a graph that changes is an error.
         delay_all_reduce_named_params: Only None. Kept for torch's signature.
         param_to_hook_all_reduce: Only None. Kept for torch's signature.
         mixed_precision: torch's `_MixedPrecision`, or None for full precision. Parameters, inputs and buffers
@@ -114,9 +111,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         transport: How gradients of CPU ranks travel: 'auto', 'shared_memory' or 'gloo'. 'auto' uses shared
             memory within a host, and gloo between one rank per host; the process group where shared memory is
             not available, and between ranks that are threads of one process. A thread reduces during the
-            backward pass if a host has two processors per rank; otherwise reduction follows the backward
-            pass, because both would be slower. 'shared_memory' is the same, or an error. 'gloo' uses the
-            process group.
+            backward pass if a host has two processors per rank. 'shared_memory' is the same, or an error.
+            'gloo' uses the process group.
 
     Raises:
         ConfigurationError: An argument cannot be used, or the group cannot reduce the module's gradients.
@@ -142,7 +138,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         static_graph: bool = False,
         delay_all_reduce_named_params: Any = None,
         param_to_hook_all_reduce: Any = None,
-        mixed_precision: MixedPrecisionConfig | None = None,
+        mixed_precision: Any | None = None,
         device_mesh: Any | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[float] | None = None,

@@ -25,6 +25,10 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
 
 
+def _ignore(_waited_s: float) -> None:
+    """Do nothing in a slice of a wait."""
+
+
 @dataclass(slots=True)
 class BackwardState:
     """State of the next or running backward, made by its forward and dropped when it is over."""
@@ -41,18 +45,13 @@ class BackwardState:
     """Indices of the parameters whose gradients have arrived, in order of arrival."""
     num_taken: int = 0
     """Number of buckets, in launch order, that have been passed to the reduction."""
-    on_slice: Callable[[float], None] | None = None
+    on_slice: Callable[[float], None] = _ignore
     """Callback of a reduction by the waiting thread, called with the seconds waited so far."""
 
     @property
     def is_running(self) -> bool:
         """True once the first gradient has arrived."""
         return self.step >= 0
-
-    def note_slice(self, waited_s: float) -> None:
-        """Call the present `on_slice`, which may be set after this method was passed on."""
-        if self.on_slice is not None:
-            self.on_slice(waited_s)
 
 
 class Reduction:
@@ -120,7 +119,7 @@ class Reduction:
         begin: Callable[[], Any] = partial(self._worker.submit, job)
         is_short = bucket.is_last() and flat.nbytes <= _INLINE_BYTES
         if memory.is_one_host and (is_short or not memory.has_spare_processor):
-            begin = partial(Deferred, partial(job, on_slice=state.note_slice))
+            begin = partial(Deferred, partial(job, on_slice=lambda waited_s: state.on_slice(waited_s)))
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
