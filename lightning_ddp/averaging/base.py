@@ -42,7 +42,7 @@ class AveragerOptions:
 
 
 class Standing(Enum):
-    """How the parameters of the ranks stand to each other."""
+    """Relation of the parameters of the ranks."""
 
     SAME = auto()
     """They are the same on all ranks."""

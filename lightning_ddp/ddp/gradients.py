@@ -74,7 +74,7 @@ def _is_local_rref(obj: Any) -> bool:
 
 
 class Expected(Enum):
-    """Does a parameter get a gradient in a backward?"""
+    """Gradient that a backward is expected to give a parameter."""
 
     YES = auto()
     NOWHERE = auto()
