@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparison import assert_all_as_torch, assert_as_torch, assert_same, grads_of, state_of
+from comparison import assert_all_as_torch, assert_as_torch, grads_of, state_of
 from harness import run_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -350,18 +350,6 @@ def test_a_second_backward_through_averaged_gradients_is_refused_with_a_way_out(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
         assert run_threads(rank_main, 2) == [[False] * 6] * 2
-
-
-def wraps_twice(rank, world_size):
-    module = net()
-    BucketedDDP(module).teardown()
-    return train(BucketedDDP(module), rank)
-
-
-def test_after_teardown_the_module_can_be_wrapped_again() -> None:
-    expected = run_ranks(with_options, 2, BucketedDDP, 8, {})
-    for rank, found in enumerate(run_ranks(wraps_twice, 2)):
-        assert_same(found, expected[rank], f"rank {rank}")
 
 
 class Reentrant(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
-from harness import run_ranks, run_ranks_outcomes, run_threads
+from harness import run_ranks, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -170,24 +170,6 @@ def test_three_ranks_that_end_at_three_different_steps(join_options) -> None:
             assert all(torch.equal(state[name], final[0][name]) for name in state)
 
 
-def test_the_divisor_is_that_of_the_closed_form() -> None:
-    def run(rank, world_size, wrap, join_options):
-        module = nn.Linear(1, 1, bias=False)
-        model = wrap(module)
-        seen = []
-        with model.join(**join_options):
-            for _ in range(1 + 2 * rank):
-                module.zero_grad()
-                model(torch.full((1, 1), rank + 1.0)).sum().backward()
-                seen.append(module.weight.grad.item())
-        return seen
-
-    # rank 0 has one step with gradient 1, rank 1 three with gradient 2
-    initial, active = assert_all_as_torch(run, 2, [({},), (ACTIVE_ONLY,)])
-    assert initial == [[1.5], [1.5, 1.0, 1.0]]
-    assert active == [[1.5], [1.5, 2.0, 2.0]]
-
-
 def last_joiner(rank, world_size, counts):
     """Each rank's parameters are moved apart before the end, so that it shows whose model all take."""
     module = Counting()
@@ -269,29 +251,7 @@ def test_forwards_without_gradients_change_nothing_while_others_have_run_out(cou
         assert_same(state, by_rank[0][1][1], "the model at the end")
 
 
-# ---------------------------------------------------------------- early termination, errors
-
-
-def terminates_early(rank, world_size, wrap, counts):
-    module = seeded("plain")
-    model = wrap(module)
-    done = []
-
-    def train() -> None:
-        with model.join(throw_on_early_termination=True):
-            for step in range(counts[rank]):
-                model(inputs(rank, step)).sum().backward()
-                done.append(step)
-
-    with pytest.raises(RuntimeError, match=r"exhausted (all )?inputs") as caught:
-        train()
-    return len(done), str(caught.value), grads_of(module)
-
-
-def test_throw_on_early_termination_stops_all_ranks_at_the_first_end() -> None:
-    for by_rank in assert_all_as_torch(terminates_early, 2, [((2, 5),), ((4, 1),)]):
-        steps = [num_steps for num_steps, _, _ in by_rank]
-        assert steps in ([2, 2], [1, 1])
+# ---------------------------------------------------------------- errors
 
 
 def test_join_needs_a_default_process_group() -> None:
@@ -302,21 +262,6 @@ def test_join_needs_a_default_process_group() -> None:
 
     assert not dist.is_initialized()
     run_threads(rank_main, 2)
-
-
-def fails_inside(rank, world_size):
-    model = BucketedDDP(seeded("plain"))
-    with model.join():
-        for step in range(3 if rank == 1 else 1):
-            model(inputs(rank, step)).sum().backward()
-            if rank == 1 and step == 2:
-                raise ZeroDivisionError("in the loop")
-    return "ended"
-
-
-def test_an_exception_in_the_loop_of_the_last_rank_is_its_own() -> None:
-    outcome = run_ranks_outcomes(fails_inside, 2, timeout_s=4)[1]  # rank 0 waits for it in vain
-    assert (outcome.status, outcome.exception_type) == ("raised", "ZeroDivisionError")
 
 
 # ---------------------------------------------------------------- with another joinable

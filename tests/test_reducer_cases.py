@@ -8,17 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks, run_threads, run_threads_outcomes
+from harness import run_ranks, run_threads
 from models import MLP, ConvBatchNorm, MixedDtypes, batch, build
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
 
@@ -90,51 +88,6 @@ def test_parameters_and_buffers_start_as_those_of_rank_0(world_size):
         same = [name for name in first if torch.equal(before[name], first[name])]
         # True is all that a bool can be when it is not 0
         assert same == (list(first) if rank == 0 else ["mask"])
-
-
-class ShowsBuffer(nn.Module):
-    """Returns its buffer as the forward pass saw it, in a graph with its one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("seen", torch.zeros(2))
-
-    def forward(self) -> Tensor:
-        return self.weight * self.seen.clone()
-
-
-BUFFER_PROGRAM = ["sync", "sync", "no_sync", "no_sync", "sync", "no_grad", "no_grad", "sync", "eval", "sync"]
-
-
-def buffers_seen_by_forward(rank, world_size, wrap, options):
-    model = wrap(ShowsBuffer(), **options)
-    seen = []
-    for step, kind in enumerate(BUFFER_PROGRAM):
-        model.train(kind != "eval")
-        with torch.no_grad():
-            model.module.seen.fill_(10 * step + rank)
-        context = {"no_sync": model.no_sync, "no_grad": torch.no_grad, "eval": torch.no_grad}
-        with context.get(kind, nullcontext)():
-            output = model()
-            if kind in ("sync", "no_sync"):
-                output.sum().backward()
-        seen.append(int(output[0].item()))
-    return seen
-
-
-def test_buffers_come_from_rank_0_before_the_forwards_where_torch_does_it():
-    expected = run_ranks(buffers_seen_by_forward, 2, DistributedDataParallel, {})
-    found = run_ranks(buffers_seen_by_forward, 2, BucketedDDP, {})
-    assert found == expected
-    steps = range(0, 10 * len(BUFFER_PROGRAM), 10)
-    assert found[0] == list(steps)
-    assert found[1] not in (list(steps), [step + 1 for step in steps]), "some forwards synchronise, not all"
-
-
-def test_buffers_stay_local_without_broadcast_buffers():
-    found = run_ranks(buffers_seen_by_forward, 2, BucketedDDP, {"broadcast_buffers": False})
-    assert found[1] == [10 * step + 1 for step in range(len(BUFFER_PROGRAM))]
 
 
 # ---------------------------------------------------------------- communication hooks
@@ -263,44 +216,6 @@ def test_a_hook_may_return_the_future_of_a_collective():
         assert_equal(again, found)
 
 
-def train_with_torch_hook(rank, world_size, hook, as_view):
-    runs = []
-    for wrap in (DistributedDataParallel, BucketedDDP):
-        module = build("transformer", seed=rank)
-        model = wrap(module, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view)
-        model.register_comm_hook(None, hook)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        for step in range(6):
-            optimizer.zero_grad()
-            backward_of_batch(model, "transformer", rank, step)
-            optimizer.step()
-        runs.append({**module.state_dict(), **{f"grad {n}": g for n, g in grads_of(module).items()}})
-    theirs, ours = runs
-    return [name for name in theirs if not torch.equal(theirs[name], ours[name])]
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook"])
-def test_torch_hooks_give_what_they_give_under_torch(name, as_view):
-    answers = run_ranks(train_with_torch_hook, 2, getattr(default_hooks, name), as_view)
-    # compression rounds each element on its own, so that the bucket in which it travels does not matter
-    assert answers == [[], []]
-
-
-def raises_in_the_hook(rank: int) -> Callable[..., Any]:
-    def my_broken_hook(state, bucket):
-        raise ZeroDivisionError("no norm")
-
-    return my_broken_hook
-
-
-def test_a_hook_that_raises_is_named_on_every_rank():
-    for outcome in run_threads_outcomes(grads_with_hook, 2, raises_in_the_hook, True, timeout_s=15):
-        assert outcome.status == "raised"
-        assert "my_broken_hook" in outcome.message
-        assert "no norm" in outcome.message
-
-
 # ---------------------------------------------------------------- the order of the buckets
 
 
@@ -366,87 +281,6 @@ def test_the_first_bucket_is_smaller_than_the_others_by_default():
     assert FIRST_BUCKET_BYTES < 2 * size * size * 4 < 25 * FIRST_BUCKET_BYTES
     for orders in run_threads(bucket_orders, 2, None, None, size):
         assert orders == [["c", "ba"]] + [["b", "ac"]] * 3
-
-
-# ---------------------------------------------------------------- models that differ between the ranks
-
-
-def wrap_on_each_rank(rank, world_size, group, make_module):
-    BucketedDDP(make_module(rank), process_group=group)
-
-
-def with_another_shape(rank: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7 if rank == 1 else 5))
-
-
-def with_another_dtype(rank: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, dtype=torch.float64 if rank == 1 else None))
-
-
-def with_another_stride(rank: int) -> nn.Module:
-    conv = nn.Conv2d(3, 4, 5)
-    return nn.Sequential(conv.to(memory_format=torch.channels_last) if rank == 1 else conv)
-
-
-def with_another_layer(rank: int) -> nn.Module:
-    layers = [nn.Linear(3, 4)]
-    if rank == 1:
-        layers.append(nn.Linear(4, 5))
-    return nn.Sequential(*layers)
-
-
-def with_another_frozen(rank: int) -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-    module[1].weight.requires_grad_(rank != 1)
-    return module
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    ("make_module", "expected"),
-    [
-        (with_another_shape, ["1.weight", "[5, 4]", "[7, 4]"]),
-        (with_another_dtype, ["1.weight", "float32", "float64"]),
-        (with_another_stride, ["0.weight", "[75, 25, 5, 1]", "[75, 1, 15, 3]"]),
-        (with_another_layer, ["1.weight", "1.bias", " 2 ", " 4"]),
-        (with_another_frozen, ["1.weight", " 4 ", " 3"]),
-    ],
-)
-def test_different_models_are_an_error_on_every_rank(make_module, expected, world_size):
-    for outcome in run_threads_outcomes(wrap_on_each_rank, world_size, make_module, timeout_s=15):
-        assert (outcome.status, outcome.exception_type) == ("raised", "RankMismatchError"), outcome.describe()
-        assert [part for part in ["rank 0", "rank 1", *expected] if part not in outcome.message] == []
-
-
-def test_a_difference_on_the_last_of_three_ranks_names_that_rank():
-    outcomes = run_threads_outcomes(wrap_on_each_rank, 3, lambda rank: with_another_shape(rank - 1))
-    for outcome in outcomes:
-        assert outcome.status == "raised", [outcome.describe() for outcome in outcomes]
-        assert "rank 2 has '1.weight'" in outcome.message
-
-
-def wrap_without_trainable(rank, world_size, group):
-    with pytest.raises(RuntimeError, match=r"Linear has no parameter that requires a gradient"):
-        BucketedDDP(nn.Linear(2, 2).requires_grad_(False), process_group=group)
-    with pytest.raises(RuntimeError, match=r"Tanh has no parameter that requires a gradient"):
-        BucketedDDP(nn.Tanh(), process_group=group)
-
-
-def test_a_module_without_trainable_parameters_is_an_error():
-    run_threads(wrap_without_trainable, 2)
-
-
-def wrap_lazy(rank, world_size, group):
-    module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5), nn.LazyLinear(6, bias=False))
-    expected = r"(?s)(uninitiali[sz]ed|lazy).*1\.weight.*1\.bias.*2\.weight.*forward"
-    with pytest.raises(RuntimeError, match=expected):
-        BucketedDDP(module, process_group=group)
-    module(torch.zeros(1, 3))
-    BucketedDDP(module, process_group=group)
-
-
-def test_lazy_parameters_are_an_error_that_lists_them_until_they_have_shapes():
-    run_threads(wrap_lazy, 2)
 
 
 # ---------------------------------------------------------------- interruptions

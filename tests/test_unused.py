@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import namedtuple
-
 import pytest
 import torch
 from harness import run_ranks, run_threads
@@ -12,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.ddp.gradients import find_tensors, reached_parameters
-from lightning_ddp.errors import BackwardOrderError, MissingGradientError, RankMismatchError
+from lightning_ddp.ddp.gradients import reached_parameters
+from lightning_ddp.errors import BackwardOrderError, MissingGradientError
 
 ALL = ("a", "b", "c")
 
@@ -253,31 +250,7 @@ def test_a_static_graph_that_changes_is_named() -> None:
     run_threads(rank_main, 2)
 
 
-def test_settings_that_differ_between_ranks_are_named_on_every_rank() -> None:
-    def rank_main(rank, world_size, group):
-        message = "static_graph is False on rank 0 and True on rank 1"
-        with pytest.raises(RankMismatchError, match=message):
-            BucketedDDP(Branches(), process_group=group, static_graph=rank == 1)
-
-    run_threads(rank_main, 2)
-
-
 # ---------------------------------------------------------------- the search
-
-
-Pair = namedtuple("Pair", "left right")
-
-
-@dataclasses.dataclass
-class Outputs:
-    loss: torch.Tensor
-    extra: dict[str, torch.Tensor]
-
-
-def test_tensors_are_found_in_nested_containers() -> None:
-    one, two, three = torch.tensor(1), torch.tensor(2), torch.tensor(3)
-    nested = [Pair(one, "text"), Outputs(loss=two, extra={"k": three}), None, 4.0, (one,)]
-    assert [int(t) for t in find_tensors(nested)] == [1, 2, 3, 1]
 
 
 def test_the_graph_tells_which_leaves_a_backward_reaches() -> None:
