@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks, run_threads, store_elsewhere
-from models import MLP, batch, build
+from models import MLP, Branches, batch, build
+from models import grads_by_branch as grads
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -27,29 +28,8 @@ ONE_BUCKET_EACH_MB = 1e-6
 PENDING_S = 6.0  # how long a collective that one rank has left keeps the group
 
 
-class Branches(nn.Module):
-    """The sum of the branches that it is told to take; a loss of no parameter without any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ALL:
-            layer = nn.Linear(3, 1, bias=False)
-            nn.init.ones_(layer.weight)
-            setattr(self, name, layer)
-
-    def forward(self, x: Tensor, use: tuple[str, ...]) -> Tensor:
-        if not use:
-            return torch.zeros((), requires_grad=True)
-        return torch.stack([getattr(self, name)(x).sum() for name in use]).sum()
-
-
 def x_of(rank: int) -> Tensor:
     return torch.full((1, 3), rank + 1.0)
-
-
-def grads(model: BucketedDDP) -> list[float | None]:
-    found = [p.grad for p in model.module.parameters()]
-    return [None if g is None else g.unique().item() for g in found]
 
 
 def missing_in(used_by_rank: tuple[tuple[str, ...], ...]) -> dict[int, tuple[str, ...]]:

@@ -55,8 +55,8 @@ MEAN = [1.5, 3.0]  # of 1 and 2 for the first layer, of 2 and 4 for the second
 
 @pytest.mark.parametrize(
     "answer",
-    [lambda loss: None, lambda loss: "text", lambda loss: [], lambda loss: {"loss": loss.item()}],
-    ids=["None", "text", "empty", "number"],
+    [lambda loss: None, lambda loss: "text", lambda loss: [], lambda loss: {"loss": loss.item()}, Holder],
+    ids=["None", "text", "empty", "number", "object"],
 )
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
 def test_a_loss_that_is_no_output_is_averaged_all_the_same(answer, options) -> None:
@@ -82,20 +82,6 @@ def test_a_forward_without_a_backward_is_followed_by_clean_steps() -> None:
         return grads(model)
 
     assert run_threads(rank_main, 2) == [MEAN] * 2
-
-
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
-def test_a_tensor_inside_an_object_of_the_users_is_averaged(options) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(Holder), process_group=group, **options)
-        seen = []
-        for _ in range(3):
-            model.zero_grad()
-            model(x_of(rank)).loss.backward()
-            seen.append(grads(model))
-        return seen
-
-    assert run_threads(rank_main, 2) == [[MEAN] * 3] * 2
 
 
 @pytest.mark.parametrize("answer", [lambda loss: None, Holder], ids=["nothing", "object"])

@@ -283,26 +283,6 @@ def test_all_kinds_of_gradients_in_one_model() -> None:
             assert {g.dtype for g in grads[-1].values()} == kinds
 
 
-@pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_a_complex_gradient_is_the_mean_of_both_parts(find_unused_parameters) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.view_as_real(self.factor * x).sum()
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Scaled(), process_group=group, find_unused_parameters=find_unused_parameters)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.tensor([1.0 + rank, 3.0])).backward()
-        return model.module.factor.grad.tolist()
-
-    assert run_threads(rank_main, 2) == [[1.5 + 1.5j, 3.0 + 3.0j]] * 2
-
-
 # ---------------------------------------------------------------- undefined
 
 

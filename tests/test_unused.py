@@ -5,27 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import run_ranks, run_threads
+from models import Branches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.ddp.gradients import reached_parameters
-from lightning_ddp.errors import BackwardOrderError, MissingGradientError
+from lightning_ddp.errors import BackwardOrderError
 
 ALL = ("a", "b", "c")
-
-
-class Branches(nn.Module):
-    """The sum of the branches that it is told to take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ALL:
-            setattr(self, name, nn.Linear(3, 1, bias=False))
-        self.seen: list[str] = []
-
-    def forward(self, x: torch.Tensor, use: tuple[str, ...]) -> torch.Tensor:
-        return torch.stack([getattr(self, name)(x).sum() for name in use]).sum()
 
 
 def input_of(rank: int) -> torch.Tensor:
@@ -89,23 +77,6 @@ def test_use_inside_no_sync_counts() -> None:
         return grads(model)
 
     assert run_threads(rank_main, 2) == [{"a": 3.0, "b": 1.5, "c": 1.5}] * 2
-
-
-def test_an_output_that_the_loss_leaves_out() -> None:
-    class TwoOutputs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(3, 1, bias=False) for _ in ALL)
-
-        def forward(self, x):
-            return {"a": self.a(x).sum(), "rest": [self.b(x).sum(), self.c(x).sum()]}
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(TwoOutputs(), process_group=group, find_unused_parameters=True)
-        model(input_of(rank))["rest"][0].backward()
-        return grads(model)
-
-    assert run_threads(rank_main, 2) == [{"a": None, "b": 1.5, "c": None}] * 2
 
 
 def test_a_rank_that_uses_nothing_does_not_hold_up_the_others() -> None:
@@ -237,17 +208,6 @@ def test_reentrant_checkpointing_without_a_static_graph_is_named() -> None:
             model(torch.ones(2, 4)).backward()
 
     run_threads(rank_main, 1)
-
-
-def test_a_static_graph_that_changes_is_named() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Branches(), process_group=group, static_graph=True)
-        for _ in range(2):
-            model(input_of(rank), ("a", "b")).backward()
-        with pytest.raises(MissingGradientError, match=r"rank 1: b\.weight"):
-            model(input_of(rank), ("a",)).backward()
-
-    run_threads(rank_main, 2)
 
 
 # ---------------------------------------------------------------- the search
