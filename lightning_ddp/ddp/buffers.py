@@ -5,7 +5,6 @@ A snapshot also holds the states of metrics: all that a forward changes besides 
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ Moment = Literal["before_forward", "after_forward"]
 Broadcast = bool | Literal["auto"]
 """True to broadcast buffers in forwards, 'auto' only in those that read them, where that is known."""
 
-_SMALL_BYTES = 2**16
 _BATCH_NORMS = (
     torch.nn.BatchNorm1d,
     torch.nn.BatchNorm2d,
@@ -214,77 +212,37 @@ class ModuleSnapshot:
             for metric in modules
             if hasattr(type(metric), "metric_state") and hasattr(metric, UPDATE_COUNT)
         ]
-        self._present: list[torch.Tensor | None] = []
         self._find_buffers([])
         self.retake()
 
     def retake(self) -> None:
-        """Copy the present values, for the submodules and metrics found at construction.
-
-        Small buffers on the CPU are copied together, as bytes, in half the time of a multi-tensor copy.
-        """
+        """Copy the present values, for the submodules and metrics found at construction."""
         present = list(chain.from_iterable(map(dict.values, self._owners)))
-        is_same = (
-            len(present) == len(self._present)
-            and all(map(is_, present, self._present))
-            and list(map(torch.Tensor.data_ptr, self._small)) == self._places
-            and list(map(torch.Tensor.numel, self._small)) == self._sizes
-        )
-        if is_same and self._large:
-            try:
-                with torch.no_grad():
-                    foreach_copy_(self._values, self._large)
-            except RuntimeError:  # a buffer has changed its size
-                is_same = False
-        if not is_same:
+        is_same = len(present) == len(self._present) and all(map(is_, present, self._present))
+        if not is_same or self._shapes != [tensor.shape for tensor in self._tensors]:
             self._find_buffers(present)
-        self._bytes = b"".join(self._memory)
+        elif self._tensors:
+            with torch.no_grad():
+                foreach_copy_(self._values, self._tensors)
         self._metrics = [(m, copy_states(m), getattr(m, UPDATE_COUNT)) for m in self._found]
 
     def _find_buffers(self, present: list[torch.Tensor | None]) -> None:
         self._present = present
         self._buffers = [(owner, key, tensor) for owner in self._owners for key, tensor in owner.items()]
-        tensors = [tensor for tensor in present if tensor is not None]
-        self._small = [tensor for tensor in tensors if _is_small(tensor)]
-        self._places = [tensor.data_ptr() for tensor in self._small]
-        self._sizes = [tensor.numel() for tensor in self._small]
-        self._memory = [
-            (ctypes.c_char * tensor.nbytes).from_address(place)
-            for tensor, place in zip(self._small, self._places, strict=True)
-        ]
-        self._shapes = [tensor.shape for tensor in self._small]
-        self._large = [tensor for tensor in tensors if not _is_small(tensor)]
-        self._values = [tensor.detach().clone() for tensor in self._large]
+        self._tensors = [tensor for tensor in present if tensor is not None]
+        self._shapes = [tensor.shape for tensor in self._tensors]
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
 
     def restore(self) -> None:
         """Restore buffers and metrics, in place and unseen by autograd."""
-        start = 0
-        with unseen_by_autograd([*self._small, *self._large]):
-            for tensor, memory, shape in zip(self._small, self._memory, self._shapes, strict=True):
-                end = start + len(memory)
-                piece = torch.frombuffer(bytearray(self._bytes[start:end]), dtype=torch.uint8)
-                tensor.detach().copy_(piece.view(tensor.dtype).view(shape))
-                start = end
-            for tensor, value in zip(self._large, self._values, strict=True):
+        with unseen_by_autograd(self._tensors):
+            for tensor, value in zip(self._tensors, self._values, strict=True):
                 tensor.detach().copy_(value)
         for owner, key, present in self._buffers:
             owner[key] = present
         for metric, states, count in self._metrics:
             put_states(metric, states)
             setattr(metric, UPDATE_COUNT, count)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is a small contiguous block of bytes on the CPU."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_complex()  # may be a lazy conjugate, which its bytes do not show
-        and not tensor.is_quantized
-        and 0 < tensor.nbytes <= _SMALL_BYTES
-    )
 
 
 def copy_states(metric: Any) -> dict[str, Any]:
