@@ -24,10 +24,6 @@ HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callabl
 """Hook by name, by name and options, as a list (outer to inner), or a function with torch's signature."""
 
 
-def _no_scaler() -> None:
-    """Return None, as there is no loss scaler."""
-
-
 class Communication:
     """The communication hook and the averager of one run, from the arguments of a strategy.
 
@@ -79,7 +75,7 @@ class Communication:
         self._stateful: StatefulHook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
-        self._scaler: Callable[[], Any] = _no_scaler
+        self._scaler: Callable[[], Any] = lambda: None
 
     # ------------------------------------------------------------------ wiring
 
@@ -107,7 +103,7 @@ class Communication:
         *,
         node_size: int,
         loss_scale: Callable[[], float | torch.Tensor],
-        scaler: Callable[[], Any] = _no_scaler,
+        scaler: Callable[[], Any] = lambda: None,
     ) -> None:
         """Build the hook and register it with `model`, a `BucketedDDP`.
 
@@ -300,13 +296,7 @@ class Communication:
     def load(
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, names: Iterable[str]
     ) -> list[str]:
-        """Restore a state; return one sentence for each item that could not be restored.
-
-        Args:
-            shared: from `shared_state`.
-            own: from `own_state` of this rank; None if there is none that can be used.
-            names: qualified names of the parameters.
-        """
+        """Restore shared and own state; return one sentence for each item that could not be restored."""
         if shared.get("format") != STATE_FORMAT:
             raise ConfigurationError(
                 f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}, but this release reads"

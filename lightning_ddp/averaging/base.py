@@ -199,14 +199,11 @@ class Averager:
     # ------------------------------------------------------------------ agreement
 
     def agree(self) -> bool:
-        """Average parameters and buffers so that they are the same on all ranks.
+        """Average parameters and buffers; return True if the ranks may have differed, so that it was needed.
 
         For validation, checkpoints and the end of training. Does not change the schedule of rounds.
 
         Collective: all ranks must call it.
-
-        Returns:
-            True if the ranks may have differed, so that it has communicated.
         """
         if self._standing is Standing.SAME:
             return False
@@ -216,7 +213,7 @@ class Averager:
             [p.detach().clone() for p in tensors] if self.keeps_rounds and self.mixes_rounds else tensors
         )
         self.run(lambda: average_(self.wire, averaged))
-        self.average_buffers()
+        self.run(lambda: average_buffers(self.channel, self.module))
         with torch.no_grad():
             for parameter, mean in zip(tensors, averaged, strict=True):
                 if mean is not parameter:
@@ -232,10 +229,6 @@ class Averager:
         elif self.options.optimizer_state == "average":
             parameters = {name: self.parameters[name] for name in track.names}
             self.run(lambda: average_optimizer_state(self.channel, track.optimizer, parameters))
-        self.average_buffers()
-
-    def average_buffers(self) -> None:
-        """Average normalization statistics and other buffers."""
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:

@@ -140,7 +140,6 @@ class HierarchicalSGD(Averager):
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:
-        """Create the groups of each level."""
         group = self.group
         self._levels: dict[int, Channel] = {}
         for period, size in self._sizes().items():
@@ -156,7 +155,6 @@ class HierarchicalSGD(Averager):
         return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
 
     def after_local_step(self, track: Track) -> None:
-        """Average on the largest level whose period is over."""
         due = [period for period in self._levels if track.num_local_steps % period == 0]
         if not due:
             return

@@ -33,11 +33,9 @@ class OuterAverager(Averager):
     """
 
     def prepare(self) -> None:
-        """Choose unencoded outer gradients."""
         self.transport = self.wire
 
     def begin_local_phase(self) -> None:
-        """Copy the parameters, which are the same on all ranks at this moment."""
         self._anchors = {name: memory_view(p).clone().float() for name, p in self.parameters.items()}
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
 
@@ -49,7 +47,6 @@ class OuterAverager(Averager):
         raise NotImplementedError
 
     def round(self, track: Track) -> None:
-        """Take one step of the outer optimizer for the parameters of one optimizer."""
         self.run(lambda: self._exchange(track))
         self.settle(track)
 
@@ -89,7 +86,6 @@ class OuterAverager(Averager):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore a state; outer parameters that it lacks start at the current parameters."""
         notes = super().load_state_dict(state)
         if state["name"] != self.name or self.averages_gradients:
             return notes
@@ -198,7 +194,6 @@ class DiLoCo(OuterAverager):
     options: DiLoCoOptions
 
     def prepare(self) -> None:
-        """Choose the encoding of outer gradients."""
         super().prepare()
         encoding = self.options.encoding
         if encoding != "fp32":

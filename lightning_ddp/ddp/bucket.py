@@ -89,8 +89,7 @@ class Bucket:
         index: position in launch order.
         spec: its part of the plan.
         flat: the memory of its gradients: 1-D, contiguous, `spec.numel` elements of `spec.dtype`.
-        parameters: its parameters, in the order of `spec.indices`.
-        names: their qualified names.
+        parameters: its parameters, in the order of `spec.indices`; `names` are their qualified names.
         is_last: True for the bucket that is launched last.
         late_only: positions that get several gradients in one backward.
     """

@@ -35,12 +35,9 @@ class Board:
         self._prefix = f"lightning_ddp/missing/{token}"
 
     def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
-        """Post this rank's names, and wait until the other ranks have posted theirs.
+        """Post the parameters without a gradient on this rank; wait for the posts of the others.
 
-        Args:
-            step: number of the synchronized backward.
-            names: parameters without a gradient on this rank; empty on a rank that waits for the others.
-            num_launched: number of buckets whose reduction this rank has started in this step.
+        `num_launched` is the number of buckets whose reduction this rank has started in this step.
 
         Returns:
             The error to raise, the same on all ranks up to the rank in its first line.
@@ -115,8 +112,6 @@ class BackwardFailures:
         """Keep an error after which the collectives of the ranks no longer match."""
         self._broken = error.copy()
 
-    # ------------------------------------------------------------------ too few gradients
-
     def missing(self, step: int, late: Sequence[int], num_launched: int) -> MissingGradientError:
         """Report parameters without a gradient to the other ranks; return the error to raise."""
         error = self.board.report(step, [self._names[i] for i in late], num_launched)
@@ -130,8 +125,6 @@ class BackwardFailures:
 
     def _at(self, index: int) -> str:
         return f"Parameter at index {index} with name {self._names[index]}"
-
-    # ------------------------------------------------------------------ too many, or gone
 
     def ready_twice(
         self, step: int, excess: Sequence[int], ready: Sequence[int], *, is_static: bool

@@ -36,11 +36,8 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
         yield obj
     elif _is_local_rref(obj):
         yield from find_tensors(obj.local_value())
-    elif isinstance(obj, (list, tuple)):
-        for item in obj:
-            yield from find_tensors(item)
-    elif isinstance(obj, dict):
-        for item in obj.values():
+    elif isinstance(obj, (list, tuple, dict)):
+        for item in obj.values() if isinstance(obj, dict) else obj:
             yield from find_tensors(item)
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         for field in dataclasses.fields(obj):

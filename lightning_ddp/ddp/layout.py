@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,8 @@ from lightning_ddp.shm.shared_memory import SharedMemory
 
 MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
-_NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
+NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
+"""Caps of the first buckets between hosts, where the network is idle until the first bucket is full."""
 _ALIGNMENT_BYTES = 512
 """Alignment of buckets. NCCL moves 16 bytes at a time only from a multiple of 16, and vector instructions of
 the CPU read whole cache lines; CUDA's allocator aligns to 512 bytes."""
@@ -44,15 +45,6 @@ class ReducerOptions:
     """True to skip buckets without a used parameter; all ranks must use the same parameters."""
     dtype: torch.dtype | None = None
     """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
-
-    def for_network(self) -> ReducerOptions:
-        """Return options for several hosts: unless the user gave caps, the first MiB goes in three buckets.
-
-        A network is idle until the first bucket is full, and slow compared to a backward on the CPU.
-        """
-        if not self.are_caps_default:
-            return self
-        return replace(self, caps_bytes=(*_NETWORK_CAPS_BYTES, self.caps_bytes[-1]))
 
 
 def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) -> tuple[int, ...]:
@@ -281,11 +273,7 @@ class BucketLayout:
 
 
 def _aligned(numel: int, dtype: torch.dtype) -> int:
-    """Round `numel` up to the alignment of buckets.
-
-    >>> _aligned(128, torch.float32), _aligned(129, torch.float32)
-    (128, 256)
-    """
+    """Round `numel` up to the alignment of buckets."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // step) * step
 

@@ -119,8 +119,6 @@ class Lockstep:
 
         Batches are in tuples; None stands for a rank that has run out, or for all ranks.
 
-        Collective: all ranks must call it.
-
         Raises:
             UnevenInputsError: on every rank, if a rank ran out and that is not allowed, or has no batch to
                 repeat.
@@ -209,10 +207,7 @@ class Lockstep:
         return self._is_stepping and self.turn.num_active < self._group.size
 
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce `tensors` in place over those ranks of `group` that have a new batch; over all if none has.
-
-        Collective: all ranks must call it.
-        """
+        """Reduce `tensors` in place over the ranks of `group` with a new batch, or over all if none has one."""
         resolved = reduce_op(op)
         num_active = self._num_active(group)
         if not num_active:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, BucketSpec
 from lightning_ddp.ddp.gradient_errors import BackwardFailures, Board, refuse_double_backward
 from lightning_ddp.ddp.gradients import Gradients, find_tensors
-from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
+from lightning_ddp.ddp.layout import NETWORK_CAPS_BYTES, BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.hosts import Hosts
@@ -34,16 +35,14 @@ _Hook = Callable[[torch.Tensor], None]
 class Reducer:
     """Average of the gradients of `parameters` over the ranks of `group`, in buckets.
 
+    The parameters, all of which require gradients, are the same on all ranks, in the same order. If some
+    ranks share a host, construction is collective.
+
     Args:
-        parameters: all of them require gradients; the same on all ranks, in the same order.
-        names: their qualified names.
-        group: the ranks.
         device: device of the small tensors of exchanges between ranks.
         token: the same on all ranks, different for every reducer.
-        options: how gradients are bucketed and what is expected of a backward.
         sparse: positions of the parameters whose gradients are sparse tensors.
-        hosts: hosts of the ranks, to share memory within a host; None to use the group only. If some ranks
-            share a host, construction is collective.
+        hosts: hosts of the ranks, to share memory within a host; None to use the group only.
         before_finish: called at the end of a synchronized backward, before gradients are written.
     """
 
@@ -60,8 +59,8 @@ class Reducer:
         hosts: Hosts | None = None,
         before_finish: Callable[[], None] | None = None,
     ) -> None:
-        if hosts is not None and len(hosts.by_host) > 1:
-            options = options.for_network()
+        if hosts is not None and len(hosts.by_host) > 1 and options.are_caps_default:
+            options = replace(options, caps_bytes=(*NETWORK_CAPS_BYTES, options.caps_bytes[-1]))
         memory = SharedMemory(group, hosts) if hosts is not None and hosts.are_shared else None
         self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
         if memory is not None and not memory.connect():
@@ -84,7 +83,6 @@ class Reducer:
         self.futures: list[Any] = []
         """Futures of buffer hooks; awaited at the end of the next synchronized backward."""
         self.recorder = StepRecorder(device)
-        """Recorder of the times of each step."""
         self.step = -1  # number of the synchronized backward that runs or ran last
         self.has_rebuilt = False
         """True once the buckets were planned again after the first synchronized backward."""
@@ -111,9 +109,7 @@ class Reducer:
     def rebuild(self) -> None:
         """Plan the buckets again, once, in the order in which gradients became ready on rank 0.
 
-        Called before each forward; communicates before the second synchronized step only.
-
-        Collective: all ranks must call it.
+        Collective: all ranks must call it before each forward; communicates before the second step only.
         """
         if self._first_order is None:
             if self._are_hooks_learning and not self._gradients.is_learning:

@@ -160,8 +160,7 @@ class EncodedWire(Wire):
     """Wire that sends encoded numbers and sums them in float32.
 
     The mean is a reduce-scatter and an all-gather: rank r gets the encoded r-th part of every rank, decodes
-    and adds them, and sends its encoded part of the mean to all. Codes are never added, so no sum overflows,
-    and a rank sends 2 (N-1)/N times the encoded size with N ranks.
+    and adds them, and sends its encoded part of the mean to all. Codes are never added, so no sum overflows.
     """
 
     def __init__(self, channel: Channel, codec: Codec) -> None:

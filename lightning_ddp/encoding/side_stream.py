@@ -187,7 +187,7 @@ class Channel:
         return result
 
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start an all-gather; return its wait, with the result of `all_gather`."""
+        """Start an all-gather; return its wait."""
         gathered = tensor.new_empty(self.size * tensor.numel())
         flat = tensor.view(-1)
         begin = partial(all_gather_flat, self.group.process_group, gathered, flat)

@@ -20,8 +20,6 @@ _HOOKS: Catalogue[Hook] = Catalogue(
     Hook,
     remark=". Pass a function of your own by itself, and wrap it with ddp_comm_wrapper.",
 )
-
-
 _registered: dict[str, tuple[Callable[..., Any], str]] = {}
 """User's functions with torch's signature, and their descriptions, by name."""
 
