@@ -207,7 +207,7 @@ class Lockstep:
         return self._is_stepping and self.turn.num_active < self._group.size
 
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce `tensors` in place over the ranks of `group` with a new batch, or over all if none has one."""
+        """Reduce `tensors` over the ranks of `group` that have a new batch, if any, else over all."""
         resolved = reduce_op(op)
         num_active = self._num_active(group)
         if not num_active:
