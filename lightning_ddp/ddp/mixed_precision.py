@@ -36,7 +36,8 @@ class MixedPrecision:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Dtype in which gradients are reduced; None for that of each parameter."""
-        return self.config.reduce_dtype or self.config.param_dtype
+        dtype: torch.dtype | None = self.config.reduce_dtype or self.config.param_dtype
+        return dtype
 
     def cast_parameters(self) -> None:
         """Replace the data of parameters and gradients by low-precision copies, before a forward."""

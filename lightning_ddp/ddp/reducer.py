@@ -306,7 +306,6 @@ class Reducer:
                 following = buckets[state.num_taken]
                 if following.streams is not None:  # it may have become full on another stream
                     following.streams.join()
-                self.recorder.launching()
                 self.reduction.launch(following, state)
                 self.recorder.launched(state.num_taken, following.work)
                 state.num_taken += 1

@@ -27,7 +27,7 @@ from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.module_checks import trainable_parameters
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.errors import BackwardOrderError, ConfigurationError
-from lightning_ddp.telemetry.step_record import PHASES
+from lightning_ddp.telemetry.step_record import StepRecord
 
 _DTYPE_NAMES = {
     "float32": "float",
@@ -53,13 +53,6 @@ _BACKEND_VARIABLES = {
         "nccl_nthreads": "NCCL_NTHREADS",
         "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
     },
-}
-_MOMENTS = {
-    "forward_compute_time_start": "forward_start",
-    "backward_compute_time_start": "backward_start",
-    "backward_comm_time_start": "comm_start",
-    "backward_compute_time_end": "backward_end",
-    "backward_comm_time_end": "comm_end",
 }
 _GLOO_THREADS = 2
 _NUM_FIRST = 10
@@ -259,12 +252,29 @@ def _times(wrapper: Any) -> dict[str, int]:
     timed = [(n, record) for n, record in published if n <= _NUM_FIRST or n % rate == 0]
     if not timed:
         return {}
-    number, last = timed[-1]
-    data = {"iteration": number, "can_set_static_graph": int(_is_static(wrapper.reducer))}
-    for phase in PHASES:
-        data[f"{phase}_time"] = last.phase_ns(phase)
-        data[f"avg_{phase}_time"] = sum(record.phase_ns(phase) for _, record in timed) // len(timed)
-    return data | {name: getattr(last, moment) for name, moment in _MOMENTS.items()}
+    (number, last), lengths = timed[-1], [_lengths(record) for _, record in timed]
+    return {
+        "iteration": number,
+        "can_set_static_graph": int(_is_static(wrapper.reducer)),
+        **lengths[-1],
+        **{f"avg_{name}": sum(each[name] for each in lengths) // len(lengths) for name in lengths[-1]},
+        "forward_compute_time_start": last.forward_start,
+        "backward_compute_time_start": last.backward_start,
+        "backward_comm_time_start": last.buckets[0].launched,
+        "backward_compute_time_end": last.backward_end,
+        "backward_comm_time_end": last.comm_end,
+    }
+
+
+def _lengths(step: StepRecord) -> dict[str, int]:
+    """Durations of the parts of a step in nanoseconds."""
+    launched = step.buckets[0].launched
+    return {
+        "forward_compute_time": step.backward_start - step.forward_start,
+        "backward_compute_time": step.backward_end - step.backward_start,
+        "backward_comm_time": step.comm_end - launched,
+        "backward_compute_comm_overlap_time": max(0, step.backward_end - launched),
+    }
 
 
 def _is_static(reducer: Any) -> bool:
