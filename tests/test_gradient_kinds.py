@@ -9,7 +9,6 @@ import torch
 from comparison import assert_all_as_torch, grads_of, state_of
 from harness import run_threads
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import BackwardOrderError
@@ -104,22 +103,6 @@ def test_sparse_gradients_that_accumulated_in_no_sync() -> None:
     assert_all_as_torch(sparse_accumulation, 2, [(options,) for options in LAYOUTS])
 
 
-def sparse_with_hook(rank, world_size, wrap, options):
-    module = SparseText()
-    model = wrap(filled(module), **options)
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    seen = []
-    for step in range(3):
-        module.zero_grad()
-        model(module.inputs(rank, step)).backward()
-        seen.append(grads_of(module))
-    return seen
-
-
-def test_a_comm_hook_on_a_sparse_bucket() -> None:
-    assert_all_as_torch(sparse_with_hook, 2, [(options,) for options in LAYOUTS])
-
-
 class TwoTables(nn.Module):
     """Uses the tables that it is told to, with one row each."""
 
@@ -146,18 +129,6 @@ def test_a_sparse_parameter_that_one_rank_alone_used() -> None:
     left = [1.0, 1.0, 0.0, 0.0]
     expected = [[left, [1.0, 0.0, 0.0, 0.0]], [left, None], [left, [0.0, 1.0, 0.0, 0.0]]]
     assert run_threads(rank_main, 2) == [expected] * 2
-
-
-def test_a_sparse_parameter_that_one_rank_alone_used_in_no_sync() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
-        with model.no_sync():
-            model(2, "left right" if rank == 1 else "left").backward()
-        model(rank, "left").backward()
-        grads = [model.module.left.weight.grad, model.module.right.weight.grad]
-        return [g.to_dense().flatten().tolist() for g in grads]
-
-    assert run_threads(rank_main, 2) == [[[1.0, 1.0, 2.0, 0.0], [0.0, 0.0, 1.0, 0.0]]] * 2
 
 
 def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank() -> None:

@@ -81,17 +81,6 @@ def test_small_gradients_arrive_in_the_bucket(options, in_bucket) -> None:
     run_threads(rank_main, 2)
 
 
-def test_gradients_that_are_there_before_are_added_to() -> None:
-    def rank_main(rank, _world_size, group):
-        model = wrapped(group)
-        model.module.left.weight.grad = torch.ones(2, 3)
-        model(INPUT * (rank + 1)).backward()
-        assert torch.equal(model.module.left.weight.grad, 1 + 1.5 * INPUT.expand(2, 3))
-        assert torch.equal(model.module.right.weight.grad, 1.5 * INPUT.expand(2, 3))
-
-    run_threads(rank_main, 2)
-
-
 def test_a_hook_of_the_user_may_put_another_tensor_there() -> None:
     def rank_main(rank, _world_size, group):
         model = wrapped(group)

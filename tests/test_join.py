@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +12,6 @@ from comparison import assert_all_as_torch, assert_same, grads_of, state_of
 from harness import run_ranks, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import ConfigurationError
@@ -262,31 +260,3 @@ def test_join_needs_a_default_process_group() -> None:
 
     assert not dist.is_initialized()
     run_threads(rank_main, 2)
-
-
-# ---------------------------------------------------------------- with another joinable
-
-
-def with_zero(rank, world_size, wrap, counts, join_options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the import uses torch.jit.script
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    module = seeded("plain")
-    model = wrap(module, bucket_cap_mb=1e-6)
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.05)
-    seen = []
-    with Join([model, optimizer], **join_options):
-        for step in range(counts[rank]):
-            optimizer.zero_grad()
-            model(inputs(rank, step)).square().sum().backward()
-            seen.append(grads_of(module))
-            optimizer.step()
-    return seen, state_of(module)
-
-
-def test_join_together_with_a_sharded_optimizer() -> None:
-    cases = [(counts, options) for counts in ((2, 4), (4, 1)) for options in ({}, ACTIVE_ONLY)]
-    for by_rank in assert_all_as_torch(with_zero, 2, cases):
-        (_, state_0), (_, state_1) = by_rank
-        assert all(torch.equal(state_0[name], state_1[name]) for name in state_0)
