@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.utils
-import torch.utils._python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -42,14 +40,10 @@ preserve_version_counters: Any = torch.autograd._unsafe_preserve_version_counter
 _engine: Any = torch.autograd.Variable._execution_engine
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Function that, called from an autograd hook, queues a callback for the end of this backward."""
-push_mode, pop_mode = torch.utils._python_dispatch._push_mode, torch.utils._python_dispatch._pop_mode
-"""Functions that begin and end a dispatch mode in this thread alone."""
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
 """Function that returns the number of C++ references to a tensor; 1 is its Python object."""
 gradient_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None]
 gradient_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
-name_of_operator: Callable[[Any], str] = operator.attrgetter("_schema.name")
-"""Function that returns the name of an operator, such as 'c10d::allreduce_'."""
 
 _ENGINE_KEY = "context"
 

@@ -150,7 +150,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         """Take a step; with model averaging, count it and average if it is due (then communicates)."""
         averaging = [c for _, c, owned in self._set_up if c.averager and any(optimizer is o for o in owned)]
         # in local training a step counts also if the loss scaler skips it
-        is_asked = any(c.averages_gradients for c in averaging)
+        is_asked = any(not c.is_local for c in averaging)
         before = self._loss_scale() if is_asked else 1.0
         output = super().optimizer_step(optimizer, **kwargs)
         for communication in averaging:

@@ -81,14 +81,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         cluster_environment: Lightning's source of ranks and addresses; None to detect it.
         checkpoint_io: Lightning's plugin that reads and writes checkpoints; None for the default plugin.
         precision_plugin: Set by the Trainer.
-        ddp_comm_state: First argument of a `ddp_comm_hook` that is a function. A torch `PostLocalSGDState`
-            together with `model_averaging_period` is Lightning's spelling of the averager `post_local_sgd`.
+        ddp_comm_state: First argument of a `ddp_comm_hook` that is a function.
         ddp_comm_hook: Communication hook that reduces the gradient buckets, on CPU and CUDA; None for the
             plain mean. A name of `hooks.available_hooks`, a mapping with `name` and options, a list of them
             (outer to inner), or a function `hook(state, bucket)`.
         ddp_comm_wrapper: Function that wraps the hook, for example torch's `fp16_compress_wrapper`.
-        model_averaging_period: Optimizer steps between two averages of the parameters, in Lightning's
-            spelling; None unless `ddp_comm_state` is a `PostLocalSGDState`.
+        model_averaging_period: Only None; use `model_averaging`, which has the period as an option.
         process_group_backend: Backend of the process group, such as 'gloo' or 'nccl'; None for nccl on CUDA
             and gloo elsewhere. A third-party backend must be registered
             (`torch.distributed.Backend.register_backend`) in every process.
@@ -109,8 +107,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             still copies the buffers; None to use `broadcast_buffers`.
         bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; the last
             one holds for all further buckets. None to use `bucket_cap_mb`.
-        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
-            itself, None to choose by size.
+        batched_grad_copy: No effect; kept for torch's signature.
         skip_all_reduce_unused_params: With `find_unused_parameters`, skip buckets whose parameters are all
             unused; all ranks must leave the same parameters unused.
         uneven_inputs: What `fit` does when a rank runs out of training batches before the other ranks:
@@ -560,7 +557,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     ) -> Any:
         """Take a step; with model averaging, count it and average if it is due (then communicates)."""
         averager = self._communication.averager
-        if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
+        if isinstance(optimizer, torch.optim.LBFGS) and not self._communication.is_local:
             closure = partial(self._mean_loss, closure)
         # in local training a step counts also if the loss scaler skips it
         is_asked = averager is not None and averager.averages_gradients

@@ -202,7 +202,6 @@ class StrategyCore:
             model,
             device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
             process_group=group.process_group,
-            raises_at_once=True,
             interrupt=group.interrupt,
             transport=self._transport,
             **self._wrapper_options,

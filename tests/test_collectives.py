@@ -17,7 +17,7 @@ from lightning_ddp import comm
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.buffers import Buffers, BufferSettings
+from lightning_ddp.ddp.buffers import Buffers
 from lightning_ddp.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -277,7 +277,7 @@ def test_buffer_sync_finds_reassigned_buffers_and_keeps_versions() -> None:
         module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(2))
         module[0].running_mean.fill_(rank + 1)
         module[1].num_batches_tracked.fill_(rank + 5)
-        sync = Buffers(Group(process_group), module, frozenset(), BufferSettings()).copy
+        sync = Buffers(Group(process_group), module).copy
         version = module[0].running_mean._version
         sync()
         assert module[0].running_mean._version == version

@@ -158,7 +158,7 @@ def test_a_step_that_passes_its_deadline_is_explained_with_its_collective(watche
 
 
 def test_what_another_rank_has_to_say_is_raised_instead(watched):
-    missing = MissingGradientError({0: [], 1: ["fc.weight"]}, rank=0, world_size=2, step=7, num_launched=None)
+    missing = MissingGradientError({0: [], 1: ["fc.weight"]}, rank=0, world_size=2, step=7)
 
     def look(waited_s: float) -> None:
         if waited_s > 0.02:

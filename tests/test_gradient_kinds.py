@@ -9,7 +9,6 @@ import torch
 from comparison import assert_all_as_torch, grads_of, state_of
 from harness import run_threads
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import BackwardOrderError
@@ -104,22 +103,6 @@ def test_sparse_gradients_that_accumulated_in_no_sync() -> None:
     assert_all_as_torch(sparse_accumulation, 2, [(options,) for options in LAYOUTS])
 
 
-def sparse_with_hook(rank, world_size, wrap, options):
-    module = SparseText()
-    model = wrap(filled(module), **options)
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    seen = []
-    for step in range(3):
-        module.zero_grad()
-        model(module.inputs(rank, step)).backward()
-        seen.append(grads_of(module))
-    return seen
-
-
-def test_a_comm_hook_on_a_sparse_bucket() -> None:
-    assert_all_as_torch(sparse_with_hook, 2, [(options,) for options in LAYOUTS])
-
-
 class TwoTables(nn.Module):
     """Uses the tables that it is told to, with one row each."""
 
@@ -146,18 +129,6 @@ def test_a_sparse_parameter_that_one_rank_alone_used() -> None:
     left = [1.0, 1.0, 0.0, 0.0]
     expected = [[left, [1.0, 0.0, 0.0, 0.0]], [left, None], [left, [0.0, 1.0, 0.0, 0.0]]]
     assert run_threads(rank_main, 2) == [expected] * 2
-
-
-def test_a_sparse_parameter_that_one_rank_alone_used_in_no_sync() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
-        with model.no_sync():
-            model(2, "left right" if rank == 1 else "left").backward()
-        model(rank, "left").backward()
-        grads = [model.module.left.weight.grad, model.module.right.weight.grad]
-        return [g.to_dense().flatten().tolist() for g in grads]
-
-    assert run_threads(rank_main, 2) == [[[1.0, 1.0, 2.0, 0.0], [0.0, 0.0, 1.0, 0.0]]] * 2
 
 
 def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank() -> None:
@@ -281,26 +252,6 @@ def test_all_kinds_of_gradients_in_one_model() -> None:
     for by_rank in assert_all_as_torch(steps_by_name, 2, [("all_kinds", options) for options in LAYOUTS]):
         for grads, _ in by_rank:
             assert {g.dtype for g in grads[-1].values()} == kinds
-
-
-@pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_a_complex_gradient_is_the_mean_of_both_parts(find_unused_parameters) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.view_as_real(self.factor * x).sum()
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Scaled(), process_group=group, find_unused_parameters=find_unused_parameters)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.tensor([1.0 + rank, 3.0])).backward()
-        return model.module.factor.grad.tolist()
-
-    assert run_threads(rank_main, 2) == [[1.5 + 1.5j, 3.0 + 3.0j]] * 2
 
 
 # ---------------------------------------------------------------- undefined

@@ -152,7 +152,7 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
             "start_method='thread': expected 'popen', 'spawn', 'fork' or 'forkserver'",
         ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
-        ({"model_averaging_period": 4}, "post-local SGD needs both"),
+        ({"model_averaging_period": 4}, "model_averaging_period are not supported"),
         ({"broadcast_buffers": "never"}, "broadcast_buffers='never': expected 'auto', True or False"),
         ({"process_group_backend": "glo"}, "unknown backend 'glo'; expected "),
         ({"timeout": "60"}, "timeout='60': expected a datetime.timedelta or seconds"),

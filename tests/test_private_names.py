@@ -252,37 +252,6 @@ def test_nested_containers_are_walked() -> None:
     assert torch.utils._pytree.tree_unflatten([2, 4, 6, None], structure) == doubled
 
 
-@canary(
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._python_dispatch._push_mode",
-    "torch.utils._python_dispatch._pop_mode",
-    "torch._ops.OpOverload()._schema",
-)
-def test_a_mode_sees_each_collective_with_its_name_and_its_group(world) -> None:
-    """A dispatch mode is called for collectives, by `func._schema.name`; the group is among the arguments.
-
-    Pushed, it is one of this thread, of which the process is not told.
-    """
-    seen = []
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            groups = [a for a in args if isinstance(a, torch.ScriptObject)]
-            seen.append((func._schema.name, groups))
-            return func(*args, **(kwargs or {}))
-
-    torch.utils._python_dispatch._push_mode(mode := Mode())
-    world.allreduce([torch.ones(2)]).wait()
-    assert torch.utils._python_dispatch._pop_mode() is mode
-    world.allreduce([torch.ones(2)]).wait()
-    ((name, groups),) = [entry for entry in seen if entry[0].startswith("c10d::")]
-    assert name == "c10d::allreduce_"
-    assert dist.ProcessGroup.unbox(groups[0]).size() == 1
-    from lightning_ddp.ddp.hook_agreement import _CHECKED
-
-    assert [known for known in _CHECKED if not hasattr(torch.ops.c10d, known.removeprefix("c10d::"))] == []
-
-
 # ---------------------------------------------------------------------- torch: modules
 
 

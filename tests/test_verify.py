@@ -120,7 +120,7 @@ from lightning_ddp.hooks.base import StatefulHook
 
 sound = StatefulHook._end_step
 def end_step(self):
-    self._is_spoiled = False
+    self._are_spoiled = []
     sound(self)
 StatefulHook._end_step = end_step
 """

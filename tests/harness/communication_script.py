@@ -21,7 +21,6 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -213,29 +212,11 @@ def resume(folder: Path, name: str) -> dict[str, Any]:
     return {"undisturbed": undisturbed, "resumed": resumed}
 
 
-def lightning_spelling(folder: Path) -> dict[str, Any]:
-    """Post-local SGD as one writes it for Lightning's strategy, beside this package's own spelling."""
-
-    state = post_localSGD_hook.PostLocalSGDState(
-        process_group=None, subgroup=None, start_localSGD_iter=2, post_local_gradient_allreduce=False
-    )
-    theirs = train(
-        folder / "theirs",
-        ddp_comm_state=state,
-        ddp_comm_hook=post_localSGD_hook.post_localSGD_hook,
-        model_averaging_period=3,
-    )
-    ours = train(folder / "ours", **RESUMED["post_local_sgd"])
-    return {"theirs": theirs, "ours": ours, "iter": state.iter}
-
-
 def main() -> None:
     case, folder = sys.argv[1], Path(sys.argv[2])
     answer: dict[str, Any]
     if case == "resumed":
         answer = {name: resume(folder / name, name) for name in RESUMED}
-    elif case == "lightning":
-        answer = lightning_spelling(folder)
     elif case == "plain":
         averaging = {"name": "post_local_sgd", "start_step": 2, "period": 2}
         answer = {
