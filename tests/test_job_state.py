@@ -64,8 +64,9 @@ class Job:
         self.go()
 
     def connect(self, place: int, start: int | None = None, *, is_launcher: bool = False) -> Process:
-        who = Identity(rank=place, node_rank=self.node_of[place], host="h", pid=100 + len(self._ranks))
-        process = self.state.connected(who, self.now, start=start, is_launcher=is_launcher)
+        node, pid = self.node_of[place], 100 + len(self._ranks)
+        who = Identity(rank=place, node_rank=node, host="h", pid=pid, start=start)
+        process = self.state.connected(who, self.now, is_launcher=is_launcher)
         rank = self._ranks[process] = RankState(place, is_new=start is not None)
         rank.begin_run("fit")
         if start is not None:
@@ -390,7 +391,7 @@ def test_a_rank_without_an_answer_is_lost_as_well_and_known_to_have_ended_before
     job.go(SETTLE_S)
     assert job.state.phase is JobPhase.RECOVERING
     record = FailureRecord.of_identity(late.identity, "killed", exit_code=-signal.SIGKILL)
-    assert job.state.exited(record, job.now) is None
+    assert not job.state.exited(record, job.now)
     job.go()
     assert (job.state.phase, job.new_generation().before) == (JobPhase.RUNNING, (0, 1, 2))
     assert f"it did not stop within failure_grace_s={GRACE_S:g} s" in job.state.history.tell()
@@ -483,10 +484,7 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_emp
     assert job.starts() == [(1, 1)]
     waited = []
     for number in range(2, 6):
-        pid = 900 + number  # it has not even connected
-        ended = FailureRecord(rank=1, node_rank=0, pid=pid, message="exited with code 1", exit_code=1)
-        assert job.state.exited(ended, job.now) is None
-        job.go()
+        end_early(job, number - 1)
         at = job.state.deadline(job.now)
         assert at is not None
         waited.append(at - job.now)
@@ -498,17 +496,22 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_emp
     assert (job.state.deadline(job.now), job.members) == (None, (0,))
 
 
-def test_the_end_of_a_process_that_has_not_connected_counts_once() -> None:
+def end_early(job: Job, start: int, pid: int = 900) -> None:
+    """A process in place 1 ends before it has connected."""
+    record = FailureRecord(rank=1, node_rank=0, pid=pid, start=start, message="exited", exit_code=1)
+    assert not job.state.exited(record, job.now)
+    job.go()
+
+
+@pytest.mark.parametrize("pid", [900, 101], ids=["new pid", "that of the process before"])
+def test_the_end_of_a_process_that_has_not_connected_counts_once(pid) -> None:
     job = Job(2, ReplaceSettings())
     job.fail(1, 10)
     assert job.starts() == [(1, 1)]
-    ended = FailureRecord(rank=1, node_rank=0, pid=900, message="exited with code 1", exit_code=1)
-    job.state.exited(ended, job.now)
-    job.go()
+    end_early(job, 1, pid)
     job.go(0.5)
     assert job.starts() == [(1, 2)]
-    job.state.exited(ended, job.now)  # its launcher tells of it once more
-    job.go()
+    end_early(job, 1, pid)  # its launcher tells of it once more
     job.connect(1, start=2)
     job.go()
     assert job.members == (0, 1)
@@ -562,7 +565,7 @@ def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> No
     for pid in (1, 2):
         who = Identity(rank=0, node_rank=0, host="h", pid=pid)
         with pytest.raises(ProtocolError) if pid == 2 else nullcontext():
-            state.connected(who, 0.0, start=None, is_launcher=False)
+            state.connected(who, 0.0, is_launcher=False)
     state.tick(0.0)
     assert not state.has_met
 
@@ -736,6 +739,6 @@ def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_onc
     )
     for rank in range(3):
         peer: Any = Peer(Socket())  # type: ignore[arg-type]
-        control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), None, False), 0.0)
+        control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), False), 0.0)
         control.decide(0.0)
     assert sent.ranks[-3:] == [1, 2, 0]

@@ -205,7 +205,7 @@ class FailureHandler:
             start: number of the start in the slot of a process that is to join; 0 if nobody requested it.
         """
         self._settings = self.end_limit.settings = settings
-        self._parent_pid = parent_pid
+        identity, self._parent_pid = replace(identity, start=start), parent_pid
         parent = None
         if parent_pid is not None:
             parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
@@ -224,7 +224,6 @@ class FailureHandler:
             where=self._where,
             parent=parent,
             on_message=self._on_message,
-            start=start,
             is_launcher=self._children.are_of_this_process,
         )
         if settings.recovery is not None:

@@ -64,7 +64,6 @@ class ControlClient:
         where: returns what this rank does.
         parent: process that started this one, if it is of this job: its end is noticed.
         on_message: called with each message that is not for the client itself.
-        start: number of the start that this process follows, as in `Hello`.
         is_launcher: True if it starts the processes of its node.
 
     Raises:
@@ -82,10 +81,9 @@ class ControlClient:
         where: Callable[[], Where] = Where,
         parent: Identity | None = None,
         on_message: Callable[[Message], None] = lambda message: None,
-        start: int | None = None,
         is_launcher: bool = False,
     ) -> None:
-        self.state = RankState(identity.rank, is_new=start is not None)
+        self.state = RankState(identity.rank, is_new=identity.start is not None)
         """Read and changed while `lock` is held."""
         self.lock = threading.RLock()
         self._first_identity = identity
@@ -108,7 +106,7 @@ class ControlClient:
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
-        self._connection = self._connect(protocol.Hello(server.token, identity, start, is_launcher))
+        self._connection = self._connect(protocol.Hello(server.token, identity, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._parent_fd = _open_pid(parent)

@@ -81,6 +81,9 @@ class Identity:
     node_rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    start: int | None = None
+    """Number of the `Start` in its slot that it follows; 0 for the launcher of a node that is back; None for
+    first processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,8 @@ class FailureRecord:
     node_rank: int | None = None
     host: str | None = None
     pid: int | None = None
+    start: int | None = None
+    """As of `Identity`."""
     step: int | None = None
     phase: str | None = None
     exception_type: str | None = None
@@ -164,7 +169,8 @@ class FailureRecord:
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
         """Return the error to raise in rank `healthy_rank`, or in a launching process that is no rank."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("checkpoint", "time")}
+        left_out = ("start", "checkpoint", "time")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         if self.checkpoint is not None:
             values["message"] += f"\n  The last step was saved to {self.checkpoint}"
         return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)

@@ -164,7 +164,7 @@ class JobControl:
         who = message.identity
         process = None
         if who.rank >= 0:
-            process = self.job.connected(who, now, start=message.start, is_launcher=message.is_launcher)
+            process = self.job.connected(who, now, is_launcher=message.is_launcher)
             self._peers[process.number], self._process_of[peer] = peer, process
             if process.is_member:
                 self._members[process.rank] = process
@@ -189,7 +189,8 @@ class JobControl:
                 if process is None or process.is_member:
                     self._verdict.vanished(self._ranked(record), now)
             case protocol.Exited(record):
-                self._exited(record, now)
+                if self.job.exited(record, now):
+                    self._verdict.exited(self._ranked(record), record.message, now)
 
     def _accuse(self, record: FailureRecord, now: float) -> None:
         """Handle a failure that explains itself; that of a joining process concerns it alone."""
@@ -203,15 +204,6 @@ class JobControl:
     def _is_of_member(self, record: FailureRecord) -> bool:
         process = self.job.roster.of(record)
         return process is None or process.state is ProcessState.MEMBER or not self.job.goes_on
-
-    def _exited(self, record: FailureRecord, now: float) -> None:
-        is_early = self.job.goes_on and self.job.has_met and self.job.roster.of(record) is None
-        member = self.job.exited(record, now)
-        if member is None and (is_early or self.job.roster.of(record) is not None):
-            return
-        is_news = member is None or record.exit_code != 0 or not self.job.has_met or not self.job.goes_on
-        if is_news:  # else what its connection says counts
-            self._verdict.exited(self._ranked(record), record.message, now)
 
     def _ranked(self, record: FailureRecord) -> FailureRecord:
         """Return the record with the present rank of its process."""

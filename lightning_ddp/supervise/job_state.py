@@ -135,28 +135,25 @@ class JobState:
 
     # ------------------------------------------------------------------ what happens
 
-    def connected(self, who: Identity, now: float, *, start: int | None, is_launcher: bool) -> Process:
-        """A process has connected, in the place of its rank.
+    def connected(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
+        """Add a process that has connected, in the place of its rank.
 
         Args:
-            who: it.
-            now: the time.
-            start: which start in its place it follows, if it is to join; 0 for none.
-            is_launcher: whether it starts the processes of its node.
+            who: the process.
+            is_launcher: True if it starts the processes of its node.
 
         Raises:
             ProtocolError: there is no place for it.
         """
         place = who.rank
-        may_come = place < self.roster.num_places and not self.roster.is_late(who)
-        if start is None:
+        may_come = place < self.roster.num_places and (place, who.start) not in self.roster.ended_early
+        if who.start is None:
             may_come &= self.phase is JobPhase.CONNECTING and place not in self.roster.nodes
         else:
-            may_come = may_come and self._slots.may_come(who, start, is_launcher)
+            may_come = may_come and self._slots.may_come(who, is_launcher=is_launcher)
         if not may_come:
             raise ProtocolError(f"there is no place for rank {place}")
-        if start == 0:
-            start = self._slots.num_started(place)
+        start = self._slots.num_started(place) if who.start == 0 else who.start
         process = self.roster.add(who, now, start=start, is_launcher=is_launcher)
         self._touched.append(process)
         if process.is_member:
@@ -224,19 +221,25 @@ class JobState:
         if process.is_launcher and process.node != 0:
             self._slots.reopen(process.node, now)  # what it was asked for is another one's, if any
 
-    def exited(self, record: FailureRecord, now: float) -> Process | None:
-        """A child has ended, says its launcher; returns the member that is to be explained, if it is one."""
-        process = self.roster.of(record)
-        if process is None:
-            is_news = self.roster.note_early(record)
-            if is_news and self._slots.is_awaited(record.rank, self._slots.num_started(record.rank)):
+    def exited(self, record: FailureRecord, now: float) -> bool:
+        """Note the end of a child, which its launcher may report twice; return True if all are concerned.
+
+        One that has not connected may have the process id of one from before its node came back, so place and
+        number of the start tell which it is.
+        """
+        process, key = self.roster.of(record), (record.rank, record.start)
+        if process is None or (process.place, process.identity.start) != key:
+            if key not in self.roster.ended_early and self._slots.is_awaited(*key):
                 self._slots.failed(record.rank, now)
-        elif not process.has_exited:  # else two have told of it
-            process.has_exited = True
-            if process.is_member:
-                return process
-            self._exit(process, now)
-        return None
+            self.roster.ended_early.add(key)
+            return not (self.goes_on and self.has_met)
+        if process.has_exited:
+            return False
+        process.has_exited = True
+        if process.is_member:  # with code 0 its connection says what it was
+            return record.exit_code != 0 or not self.goes_on or not self.has_met
+        self._exit(process, now)
+        return False
 
     def _exit(self, process: Process, now: float) -> None:
         """A process that is no member has ended."""

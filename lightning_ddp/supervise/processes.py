@@ -130,8 +130,8 @@ class Roster:
         """Place -> its node."""
         self._known: dict[tuple[int | None, int | None], Process] = {}
         """By node and process id: those that are gone, too."""
-        self._early: set[tuple[int | None, int | None]] = set()
-        """Processes that have ended, and have not been heard of before."""
+        self.ended_early: set[tuple[int, int | None]] = set()
+        """Place and start of those that have ended before they had connected."""
         self._num_connected = 0
 
     @property
@@ -193,20 +193,6 @@ class Roster:
         """The next generation is formed."""
         self.members, inside = members, set(members)
         self.outside = {n: process for n, process in self.living.items() if process not in inside}
-
-    def note_early(self, record: FailureRecord) -> bool:
-        """Note the end of a process that has not connected; return False if it was known.
-
-        What that process has sent may still come, and its launcher may tell of the end once more.
-        """
-        key = (record.node_rank, record.pid)
-        is_news = key not in self._early
-        self._early.add(key)
-        return is_news
-
-    def is_late(self, who: Identity) -> bool:
-        """Tell whether a process that connects has ended already."""
-        return (who.node_rank, who.pid) in self._early
 
     def remove(self, process: Process) -> None:
         """A process is gone."""

@@ -128,8 +128,6 @@ class Hello(Message):
     token: str
     """Secret of the job."""
     identity: Identity
-    start: int | None = None
-    """Number of the `Start` that it follows; 0 for the launcher of a node that is back; None for others."""
     is_launcher: bool = False
     """True if it handles `Start`."""
     version: int = VERSION
@@ -137,7 +135,7 @@ class Hello(Message):
     @property
     def is_new(self) -> bool:
         """True if it joins a job that has begun."""
-        return self.start is not None
+        return self.identity.start is not None
 
 
 class ListRanks(Message):

@@ -109,7 +109,7 @@ class Slots:
                 if slot.opens_at is None:
                     slot.num_failed, slot.opens_at = 0, now
 
-    def may_come(self, who: Identity, start: int, is_launcher: bool) -> bool:
+    def may_come(self, who: Identity, *, is_launcher: bool) -> bool:
         """Tell whether a new process is one that was asked for, or the launcher of a node that comes back.
 
         That may be sooner back than it is known to be lost: then it waits.
@@ -118,7 +118,7 @@ class Slots:
             return False
         if any(process.state is ProcessState.STANDING for process in self._roster.at(who.rank)):
             return False
-        return self.is_awaited(who.rank, start) or (is_launcher and who.node_rank != 0)
+        return self.is_awaited(who.rank, who.start) or (is_launcher and who.node_rank != 0)
 
     def ready(self, now: float) -> list[Process]:
         """Those that stand before their first step, in places that are empty and open."""
