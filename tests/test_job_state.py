@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simulation.network import Socket
 
-from lightning_ddp.supervise.actions import Accuse, Action, Kill, Say, Send, StartProcess
+from lightning_ddp.supervise.actions import Accuse, Action, End, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Peer
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
@@ -192,11 +192,11 @@ def test_a_process_that_is_told_to_end_and_does_not_is_killed_so_that_its_place_
     new = job.connect(1, start=1)
     job.state.dismiss(0, job.now)  # its node is asked to leave
     job.go(GRACE_S - 0.1)
-    assert Kill(new) not in job.done
+    assert End(new) not in job.done
     job.go(0.2)
     assert not job.state.unexplained(job.now)
     job.go()
-    assert Kill(new) in job.done
+    assert End(new) in job.done
 
 
 # ---------------------------------------------------------------------- why a run ends
@@ -216,16 +216,16 @@ def test_too_few_ranks_end_the_run() -> None:
 def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_over() -> None:
     job = Job(3, ReplaceSettings(min_world_size=3, wait_s=5.0))
     job.fail(2, 5)
-    assert (job.state.phase, job.members) == (JobPhase.HOLDING, (0, 1))
+    assert (job.state.phase, job.members) == (JobPhase.SHORT, (0, 1))
     assert {job.rank(place).look() for place in (0, 1)} == {Passage.WAIT}
     job.connect(2, start=1)
     job.go()
     assert (job.state.phase, job.members, job.state.cause) == (JobPhase.RUNNING, (0, 1, 2), None)
     job.fail(0, 6)
-    assert job.state.deadline(job.now) == job.now - SETTLE_S + 5.0
-    job.go(5.0 - 2 * SETTLE_S)
-    assert job.state.phase is JobPhase.HOLDING
-    job.go(SETTLE_S)
+    assert job.state.deadline(job.now) == job.now + 5.0
+    job.go(4.9)
+    assert job.state.phase is JobPhase.SHORT
+    job.go(0.11)
     assert job.state.phase is JobPhase.OVER
     assert "2 ranks remain" in str(job.state.reason)
     assert "no new ranks have joined within wait_s=5 s" in str(job.state.reason)
@@ -386,7 +386,7 @@ def test_a_rank_without_an_answer_is_lost_as_well_and_known_to_have_ended_before
     job.go(GRACE_S - 2 * SETTLE_S)
     assert job.members == (0, 1)
     job.go(SETTLE_S)
-    late = next(action.process for action in job.done if isinstance(action, Kill))
+    late = [action.process for action in job.done if isinstance(action, End)][-1]
     assert (job.members, late.place) == ((0,), 1)
     job.go(SETTLE_S)
     assert job.state.phase is JobPhase.RECOVERING

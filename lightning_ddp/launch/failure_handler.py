@@ -505,13 +505,13 @@ class FailureHandler:
                 self.watch.post(Saved(path))
                 self.watch.flush()
                 if self.watch.has_lost_server:  # nobody else is left to report
-                    report = render(replace(first, checkpoint=path).cut())
+                    report = render(replace(first, checkpoint=path))
                     tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
 
     def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
         """Report that this process has joined (None), knows of a failure, or continues after one."""
         is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
-        report = "" if failure is None or is_interrupt else render(failure.cut())
+        report = "" if failure is None or is_interrupt else render(failure)
         limit_s = self._settings.failure_grace_s if is_aware else math.inf
         if self.identity is not None:
             tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
@@ -536,7 +536,7 @@ class FailureHandler:
     def child_ended(self, record: FailureRecord) -> None:
         """Report a child of this launching process that exited without success. Thread-safe."""
         if self.watch is not None:
-            self.watch.post(Exited(record.cut()))
+            self.watch.post(Exited(record))
             return
         if self.server is not None:
             self.server.tell(Exited(record))

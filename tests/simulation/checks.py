@@ -51,7 +51,7 @@ class Checks:
         """After each event of the server."""
         job = self._job
         self.no_released_lives_on()
-        if job.phase in (JobPhase.RUNNING, JobPhase.HOLDING, JobPhase.STOPPING):
+        if job.phase in (JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase.STOPPING):
             self._whole = job.generation
         now, processes = self._world.kernel.now, self._world.processes.values()
         held = [p for p in processes if p.is_held and p.is_alive]

@@ -303,6 +303,8 @@ class World:
         if node and self.launcher_of(node) is None:
             return
         self._start(place, number, is_launcher=False)
+        if node:
+            self.occurs("started")
 
     def connect(self, process: Process) -> None:
         if not self.has_server or process.node in self.isolated:
