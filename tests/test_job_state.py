@@ -615,7 +615,6 @@ def test_an_older_report_changes_nothing() -> None:
     job = Job(2)
     process = job.member(1)
     newest = process.report
-    assert newest is not None
     older = replace(newest, number=newest.number - 1, phase=RankPhase.STOPPED, wish=STOP, ended=9)
     for report in (older, replace(older, number=newest.number)):
         job.state.reported(process, report, job.now)

@@ -35,8 +35,6 @@ _LAST_FLUSH_WAIT_S = 5.0
 """Longer, as without the last report the exit of this process is a failure."""
 _LOOK_AGAIN_S = 5.0
 _LOOK_EVERY_S = 0.05
-_FIRST_PERIOD_S = 1.0
-"""Period of reports until an order says another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ class ControlClient:
         self._outbox: deque[bytes] = deque()
         self._num_wakes = self._num_sent = 0
         self._sent = threading.Condition()
-        self._next_report = time.monotonic() + _FIRST_PERIOD_S
+        self._next_report = time.monotonic() + self.state.order.period_s
         self._learned, self._ordered = threading.Event(), threading.Event()
         """The latter is set with each order, too."""
         self._when_all_left: Callable[[], None] = _do_nothing
@@ -275,11 +273,10 @@ class ControlClient:
         now = time.monotonic()
         is_due = now >= self._next_report
         with self.lock:
-            order = self.state.order
+            period_s = self.state.order.period_s
             report = self.state.news(self._where, is_due=is_due)
         if report is not None:
             self._write(pack(report))
-        period_s = order.period_s if order is not None else _FIRST_PERIOD_S
         if is_due and now - self._next_report > period_s:  # this process was stopped itself
             self._heard_at = now
         self._next_report = now + period_s if is_due else min(self._next_report, now + period_s)

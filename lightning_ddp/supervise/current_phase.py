@@ -39,7 +39,7 @@ class CurrentPhase:
     def note(self, process: Process, generation: int) -> None:
         """Note if a member has followed the order; `generation` is that of the job."""
         report = process.report
-        if not process.is_member or report is None:
+        if not process.is_member:
             return
         follows = process.has_heard
         match self.name:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.disagreement import explain, members_of, split_ranks
+from lightning_ddp.supervise.orders import NO_REPORT, Report
 from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, ProtocolError, RankStatus
 
@@ -116,6 +117,9 @@ class DesyncDetector:
     def _is_there(self, rank: int) -> bool:
         return rank in self._members and self._members[rank].is_connected
 
+    def _report(self, rank: int) -> Report:
+        return self._members[rank].report if rank in self._members else NO_REPORT
+
     # ------------------------------------------------------------------ roll call
 
     def _ask(self, rank: int, question: _Question, now: float) -> Outgoing:
@@ -149,8 +153,8 @@ class DesyncDetector:
 
     def _mute(self, rank: int) -> RankStatus:
         """Return the status of a rank that has sent none."""
-        report = self._members[rank].report if rank in self._members else None
-        if report is not None and 0 < report.begun == report.ended:
+        report = self._report(rank)
+        if 0 < report.begun == report.ended:
             return RankStatus(rank=rank, state="finished", label=report.run)
         return RankStatus(rank=rank, state="silent" if self._is_there(rank) else "gone")
 
@@ -169,16 +173,13 @@ class DesyncDetector:
             all_ended: number of runs that all members have ended.
         """
         statuses, self._unchecked = self._unchecked, {}
-        ended = {rank for rank in statuses if self._num_ended(rank) > all_ended}
+        ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
             for group, number, is_start in statuses[rank].blocked_on:
                 never = [statuses[r].on(group) for r in ended & members_of(statuses, group)]
                 if not is_start and any(known is None or known.number < number for known in never):
                     return rank, explain(statuses, rank, group, number).sentence
         return None
-
-    def _num_ended(self, rank: int) -> int:
-        return self._members[rank].num_ended if rank in self._members else 0
 
     # ------------------------------------------------------------------ before each collective
 
@@ -221,7 +222,7 @@ class DesyncDetector:
             return False
         latest = max(announced.run for announced in self._announced.values())
         for rank, status in statuses.items():
-            if status.state == "finished" and self._num_ended(rank) >= latest:
+            if status.state == "finished" and self._report(rank).ended >= latest:
                 continue
             if not status.blocked_on or any(self._may_end(rank, statuses, *c) for c in status.blocked_on):
                 return False

@@ -120,7 +120,7 @@ class JobControl:
             ):
                 self.report(message, now)
             case Report() if process is not None:
-                num_begun = 0 if process.report is None else process.report.begun
+                num_begun = process.report.begun
                 self.job.reported(process, message, now)
                 if process.report is message and process.is_member and message.begun > num_begun:
                     for record in self._gone_between:
@@ -200,9 +200,9 @@ class JobControl:
         if process.phase is RankPhase.ENDED or (peer.reads_nothing and not self.job.goes_on):
             return  # what it has missed it says itself, or its launcher
         said = process.report
-        if said is not None and said.phase is RankPhase.FINISHED and said.ended == said.begun:
+        if said.phase is RankPhase.FINISHED and said.ended == said.begun:
             return  # it has unwound for a signal; if its exit is a failure, its launcher reports that
-        is_in_run = process.phase is not RankPhase.IDLE or process.num_ended > self.job.all_ended
+        is_in_run = process.phase is not RankPhase.IDLE or said.ended > self.job.all_ended
         members = self.job.roster.members
         if not is_in_run and not any(other.is_member and other.is_active for other in members):
             self._gone_between.append(FailureRecord.of_identity(process.who, GONE))
@@ -280,8 +280,7 @@ class JobControl:
 
     def _failed(self, process: Process, now: float) -> None:
         """Handle a member that has reported no more than that it fails."""
-        why = process.report.why if process.report is not None else None
-        record = FailureRecord.of_identity(process.who, why or "it has failed")
+        record = FailureRecord.of_identity(process.who, process.report.why or "it has failed")
         recovery = self._settings.recovery
         concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):

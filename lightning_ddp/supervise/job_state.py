@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_ddp.supervise.actions import Accuse, Action, End, Say
 from lightning_ddp.supervise.current_phase import CurrentPhase
@@ -45,14 +45,6 @@ _MEETS_WITHIN_S = 30.0
 one that is stopped for a while makes a single attempt long."""
 _GOING = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase.STOPPING})
 """Phases in which no member stops."""
-
-
-@dataclass
-class _Stop:
-    """All are to stop at a boundary."""
-
-    wish: Wish
-    deadline: float | None
 
 
 class JobState:
@@ -98,8 +90,10 @@ class JobState:
         """Boundary where all meet or stop."""
         self._has_new = False
         """True if those that meet expect others to join."""
-        self.stopping: _Stop | None = None
-        """Set once all are to stop for a signal."""
+        self.stopping: Wish | None = None
+        """Set once all are to stop at a boundary, for a signal."""
+        self._stops_by: float | None = None
+        """When the job fails unless all have stopped."""
         self._leaves_at: float | None = None
         """When those that were asked to leave do; None if nobody was."""
         self._settles_at = 0.0
@@ -160,11 +154,11 @@ class JobState:
     def reported(self, process: Process, report: Report, now: float) -> None:
         """Take in a report; one that is not newer than the last changes nothing."""
         before, process.heard_at = process.report, now
-        if process.state is ProcessState.GONE or (before is not None and report.number <= before.number):
+        if process.state is ProcessState.GONE or report.number <= before.number:
             return
         process.report = report
         self._touched[process] = None
-        if before is None or report.where.count != before.where.count or not process.is_active:
+        if report.where.count != before.where.count or not process.is_active:
             process.moved_at = now
         if process.state is ProcessState.JOINING and report.state_of == self.generation:
             process.state = ProcessState.MEMBER
@@ -174,10 +168,10 @@ class JobState:
             self._most_ended = max(self._most_ended, report.ended)
             if report.phase is RankPhase.FAILED:
                 self._ending.setdefault(process, now + _EXPLAINED_WITHIN_S)
-        if report.wish is not None and (before is None or before.wish != report.wish):
+        if report.wish is not None and before.wish != report.wish:
             self._wished(process, report.wish, now)
-        begins = before is None or report.begun > before.begun
-        if begins and report.run not in ("", "fit") and self._leaves_at is not None:  # nobody leaves there
+        begins = report.begun > before.begun
+        if begins and report.run != "fit" and self._leaves_at is not None:  # nobody leaves there
             self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
         self._current.note(process, self.generation)
         is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
@@ -208,7 +202,7 @@ class JobState:
     def stop(self, wish: Wish, now: float) -> None:
         """Have all stop at a boundary; later calls change nothing."""
         if self.stopping is None and any(process.is_active for process in self.roster.remaining):
-            self.stopping, self._leaves_at = _Stop(wish, now + self._grace_s), None
+            self.stopping, self._stops_by, self._leaves_at = wish, now + self._grace_s, None
 
     def disconnected(self, process: Process, now: float) -> None:
         """Note the end of a connection. If that of a member is a loss, the caller calls `lose`."""
@@ -311,9 +305,7 @@ class JobState:
 
     def deadline(self, now: float) -> float | None:
         """Return when to call `tick` at the latest; None if nothing is pending."""
-        found = [self._current.deadline(), min(self._ending.values(), default=None)]
-        if self.stopping is not None:
-            found.append(self.stopping.deadline)
+        found = [self._current.deadline(), min(self._ending.values(), default=None), self._stops_by]
         match self.phase:
             case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
                 found.append(self._leaves_at)
@@ -346,7 +338,7 @@ class JobState:
             task=task,
             position=self._position if task in (Task.MEET, Task.STOP) else 0,
             has_new=self._has_new and task is Task.MEET,
-            wish=self.stopping.wish if task is Task.STOP and self.stopping is not None else None,
+            wish=self.stopping if task is Task.STOP else None,
             record=self.cause if task is Task.RECOVER else None,
             generation=self._new if task is Task.ENTER else None,
             all_ended=self.all_ended,
@@ -398,7 +390,7 @@ class JobState:
         if not self._wants_boundary(now):
             self._resume(now)
         elif not self._current.awaited:
-            self._position = max(p.report.position for p in self.roster.remaining if p.report is not None)
+            self._position = max(process.report.position for process in self.roster.remaining)
             if self.stopping is not None:
                 self._enter(JobPhase.STOPPING, now)
             elif self._is_settled():
@@ -424,7 +416,7 @@ class JobState:
                 self.left.append(process.place)
                 self.roster.put_out(process)
                 self._current.awaited.discard(process)
-            elif process.phase is RankPhase.FAILED and process.report is not None and process.report.why:
+            elif process.phase is RankPhase.FAILED and process.report.why:
                 self._give_up(process.report.why)
                 return
         if not self.roster.remaining:
@@ -444,8 +436,6 @@ class JobState:
     def _advance_forming(self, now: float) -> None:
         for process in self._awaited_and_touched():
             report = process.report
-            if report is None:
-                continue
             has_stopped = report.generation == self.generation and process.has_heard
             has_stopped &= report.phase in (RankPhase.STOPPED, RankPhase.STANDING, RankPhase.MEETING)
             if report.phase is RankPhase.FAILED and report.why and process.state is ProcessState.MEMBER:
@@ -500,13 +490,13 @@ class JobState:
             if not there:
                 break
             self.all_ended += 1
-            self._not_ended = {process for process in there if process.num_ended <= self.all_ended}
+            self._not_ended = {process for process in there if process.report.ended <= self.all_ended}
 
     def _release_late(self, now: float) -> None:
         """Release those that come after the last step, or whose launcher is gone."""
         for process in self.roster.standing:
             is_over = self.phase is JobPhase.OVER and self.reason is None
-            if process.num_ended < self._most_ended or is_over:
+            if process.report.ended < self._most_ended or is_over:
                 self._slots.close(process.place)
                 self._release(process, now)
             elif process.node != 0 and self.roster.launcher_of(process.place) is None:
@@ -514,9 +504,8 @@ class JobState:
 
     def _lose_late(self, now: float) -> None:
         """Lose whoever has not followed an order in time; in a stop for a signal the run fails."""
-        stopping = self.stopping
-        if stopping is not None and stopping.deadline is not None and now >= stopping.deadline:
-            stopping.deadline = None
+        if self._stops_by is not None and now >= self._stops_by:
+            self._stops_by = None
             late = [process.rank for process in self.roster.remaining if process.is_active]
             if late:
                 message = (
@@ -587,7 +576,7 @@ class JobState:
         members = sorted([*staying, *joined], key=lambda process: process.place)
         if self._give_up_if_short(members, staying):
             return
-        known = {p.place: p.report.progress for p in staying if p.report and p.report.progress}
+        known = {p.place: p.report.progress for p in staying if p.report.progress}
         is_new = self._whole == self.generation
         obstacle = self._recoveries.count(known.values(), self._lost.values(), is_new=is_new)
         if obstacle is not None:
@@ -618,7 +607,7 @@ class JobState:
             self._slots.joined(process.place, self._new.step)
         self._lost = {}
         self.roster.set_members(members)
-        self._not_ended = {process for process in members if process.num_ended <= self.all_ended}
+        self._not_ended = {process for process in members if process.report.ended <= self.all_ended}
         if not any(process.wants_to_leave for process in members):
             self._leaves_at = None
         self.history.formed(self._new.step, before, self._new.members, now)

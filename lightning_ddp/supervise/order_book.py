@@ -47,7 +47,7 @@ class OrderBook:
             if process.state in _UNGIVEN or not process.is_connected:
                 continue
             order = self._order_of(process, template)
-            knows = process.report is not None and process.report.heard >= order.number
+            knows = process.report.heard >= order.number
             is_old = now - process.ordered_at >= (self._answer_s or _REPEAT_S)
             if process.order is not order or (is_old and (not knows or self._answer_s is not None)):
                 process.order, process.ordered_at = order, now

@@ -13,6 +13,8 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Where
 from lightning_ddp.supervise.protocol import Message, Text
 
 __all__ = [
+    "NO_ORDER",
+    "NO_REPORT",
     "JobPhase",
     "NewGeneration",
     "Order",
@@ -149,3 +151,7 @@ class Order(Message):
     generation: NewGeneration | None
     all_ended: int
     period_s: float
+
+
+NO_REPORT = Report(0, 0, RankPhase.STARTING, 0, -1, 0, 0, 0, "", None, None, None, Where())
+NO_ORDER = Order(0, Task.WAIT, 0, False, None, None, None, all_ended=-1, period_s=1.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
-from lightning_ddp.supervise.orders import Order, RankPhase, Report, WishKind
+from lightning_ddp.supervise.orders import NO_REPORT, Order, RankPhase, Report, WishKind
 
 __all__ = ["OUT", "Process", "ProcessState", "Roster"]
 
@@ -42,7 +42,7 @@ class Process:
     """Time of the last report, or of the connection."""
     moved_at: float = 0.0
     """Time of the first report with the present count of progress."""
-    report: Report | None = None
+    report: Report = NO_REPORT
     """The last report."""
     order: Order | None = None
     """The last order that was sent."""
@@ -77,7 +77,7 @@ class Process:
     @property
     def phase(self) -> RankPhase:
         """Phase of its last report."""
-        return RankPhase.STARTING if self.report is None else self.report.phase
+        return self.report.phase
 
     @property
     def is_active(self) -> bool:
@@ -85,24 +85,19 @@ class Process:
         return self.phase not in _INACTIVE
 
     @property
-    def num_ended(self) -> int:
-        """Number of runs that it has ended."""
-        return 0 if self.report is None else self.report.ended
-
-    @property
     def has_state(self) -> bool:
         """True if it has ever had the state of a generation."""
-        return self.report is not None and self.report.state_of >= 0
+        return self.report.state_of >= 0
 
     @property
     def has_heard(self) -> bool:
         """True if its last report was made in the knowledge of its last order."""
-        return bool(self.report and self.order and self.report.heard == self.order.number)
+        return self.order is not None and self.report.heard == self.order.number
 
     @property
     def wants_to_leave(self) -> bool:
         """True if it was asked to leave."""
-        wish = self.report.wish if self.report is not None else None
+        wish = self.report.wish
         return self.is_dismissed or (wish is not None and wish.kind is not WishKind.STOP)
 
 

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.orders import (
+    NO_ORDER,
     NewGeneration,
     Order,
     Progress,
@@ -58,7 +59,7 @@ class RankState:
         """The last one that it has entered."""
         self.state_of = -1 if is_new else 0
         """The last generation whose state it has; -1 for none."""
-        self.order: Order | None = None
+        self.order = NO_ORDER
         """The last order that was heard."""
         self.members: tuple[int, ...] | None = None
         """Places of the last generation that was heard of; None for the first one."""
@@ -84,7 +85,7 @@ class RankState:
 
     def hear(self, order: Order) -> PeerFailure | None:
         """Take in an order; return the error with which the main thread is to be stopped, if it is."""
-        if self.order is not None and order.number <= self.order.number:
+        if order.number <= self.order.number:
             return None
         was_called = self.is_called
         self.order = order
@@ -101,7 +102,7 @@ class RankState:
         self._num_reports += 1
         return Report(
             number=self._num_reports,
-            heard=0 if self.order is None else self.order.number,
+            heard=self.order.number,
             phase=self.phase,
             generation=self.generation,
             state_of=self.state_of,
@@ -121,7 +122,7 @@ class RankState:
 
     def _know(self) -> object:
         """Return the facts that are news: the position only under HOLD, no order that asks for nothing."""
-        heard = 0 if self.order is None or self.task in (Task.WAIT, Task.RUN) else self.order.number
+        heard = 0 if self.task in (Task.WAIT, Task.RUN) else self.order.number
         position = self.position if self.task is Task.HOLD else -1
         return (
             heard, position, self.phase, self.generation, self.state_of, self.begun, self.ended, self._run,
@@ -133,12 +134,12 @@ class RankState:
     @property
     def task(self) -> Task:
         """What this process is to do."""
-        return Task.WAIT if self.order is None else self.order.task
+        return self.order.task
 
     @property
     def has_met(self) -> bool:
         """True if all ranks of the run have been connected."""
-        return self.order is not None and (self._is_new or self.order.task is not Task.WAIT)
+        return self.order is not NO_ORDER and (self._is_new or self.task is not Task.WAIT)
 
     @property
     def is_called(self) -> bool:
@@ -148,7 +149,7 @@ class RankState:
     @property
     def error(self) -> PeerFailure | None:
         """Error that stops the main thread, from a call until the generation that it leads to."""
-        record = self.order.record if self.order is not None else None
+        record = self.order.record
         return record.to_error(self.rank) if record is not None and self.task is Task.RECOVER else None
 
     @property
@@ -159,7 +160,7 @@ class RankState:
     @property
     def has_new(self) -> bool:
         """True if others join at the boundary where all meet."""
-        return self.order is not None and self.order.has_new
+        return self.order.has_new
 
     @property
     def is_released(self) -> bool:
@@ -168,7 +169,7 @@ class RankState:
 
     def has_ended_everywhere(self) -> bool:
         """Return True if this process has ended its run, and all members have."""
-        return self.order is not None and self.order.all_ended >= self.ended == self.begun
+        return self.order.all_ended >= self.ended == self.begun
 
     def goes_on_without(self, place: int) -> bool:
         """Return True if the last generation that was heard of has nobody in a place."""
@@ -215,9 +216,9 @@ class RankState:
         """Return what the main thread does at a boundary; it looks again while it waits."""
         order = self.order
         match self.task:
-            case Task.MEET if order is not None and self.position >= order.position and self.may_meet:
+            case Task.MEET if self.position >= order.position and self.may_meet:
                 return Passage.MEET
-            case Task.STOP if order is not None and self.position >= order.position:
+            case Task.STOP if self.position >= order.position:
                 self.phase, self.stops_for = RankPhase.FINISHED, order.wish
                 return Passage.STOP
             case Task.HOLD | Task.ENTER | Task.RECOVER:
@@ -264,7 +265,7 @@ class RankState:
 
     def enter_next(self) -> NewGeneration | None:
         """Enter and return the generation that this process is to enter, if any; it has stopped before."""
-        new = self.order.generation if self.order is not None and self.task is Task.ENTER else None
+        new = self.order.generation if self.task is Task.ENTER else None
         if new is None or self.place not in new.members or new.number <= self.generation:
             return None
         self.generation, self.rank = new.number, new.members.index(self.place)

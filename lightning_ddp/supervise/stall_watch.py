@@ -69,8 +69,8 @@ class StallWatch:
             is_mute = silent_s > self._timeout_s + self.interval_s
             return silent(quietest.who, self._timeout_s) if is_mute else None
         for process, (heard_at, moved_at) in times.items():
-            where = process.report.where if process.report is not None else None
-            if heard_at - moved_at > self._timeout_s and where is not None and where.waits_for is None:
+            where = process.report.where
+            if heard_at - moved_at > self._timeout_s and where.waits_for is None:
                 text = f"no progress within stall_timeout={self._timeout_s:g} s"
                 return FailureRecord.of_identity(process.who, text, step=where.step, phase=where.phase)
         return None

@@ -270,8 +270,7 @@ class Process:
     def report_now_and_then(self) -> None:
         if self.is_alive and self.is_connected and not self.is_deaf:
             self.post_news(is_due=True)
-            period = 1.0 if self.state.order is None else self.state.order.period_s
-            self.kernel.at(self.kernel.now + period, self.report_now_and_then)
+            self.kernel.at(self.kernel.now + self.state.order.period_s, self.report_now_and_then)
 
     # ------------------------------------------------------------------ the main thread
 

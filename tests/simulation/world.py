@@ -666,7 +666,7 @@ class World:
                 wait = process._wait
                 lines.append(
                     f"{process}: {process.state.phase.value}, generation {process.state.generation}, step"
-                    f" {process.committed}, order {process.state.order and process.state.order.task.value},"
+                    f" {process.committed}, order {process.state.task.value},"
                     f" {'frozen, ' if process.is_frozen else ''}"
                     f"{'deaf, ' if process.is_deaf else ''}waits {wait is not None}"
                 )
