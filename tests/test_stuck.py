@@ -33,6 +33,7 @@ from lightning_ddp.supervise.disagreement import explain, join_ranks, split_rank
 from lightning_ddp.supervise.failure_record import Identity, Where
 from lightning_ddp.supervise.guard import stack_of
 from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
+from lightning_ddp.supervise.processes import Process, Roster
 from lightning_ddp.supervise.protocol import (
     CollectiveApproved,
     CollectiveFingerprint,
@@ -421,11 +422,19 @@ def test_ranks_contradict_where_they_wait_in_different_calls_of_one_number(other
     assert explain({0: WAITING, 1: other}, 0, "world", 7).is_contradiction == is_contradiction
 
 
+def members_of(num: int) -> dict[int, Process]:
+    """As many ranks that have connected."""
+    roster = Roster(num)
+    return {
+        rank: roster.add(Identity(rank=rank, node_rank=0, pid=rank), 0.0, is_launcher=False)
+        for rank in range(num)
+    }
+
+
 def test_silent_and_gone_ranks_are_named() -> None:
-    inspection = DesyncDetector(3)
-    for rank in range(3):
-        inspection.joined(rank)
-    assert inspection.left(2, 0.0) == []
+    members = members_of(3)
+    inspection = DesyncDetector(3, members)
+    members[2].is_connected = False
     letters = inspection.handle(0, DiagnoseRequest("world", 7), 10.0)
     assert letters == [(0, StatusRequest(1)), (1, StatusRequest(1))]
     answer = StatusReply(1, status(0, "waits", "barrier"))
@@ -442,9 +451,7 @@ def test_silent_and_gone_ranks_are_named() -> None:
 
 
 def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
-    inspection = DesyncDetector(1000)
-    for rank in range(1000):
-        inspection.joined(rank)
+    inspection = DesyncDetector(1000, members_of(1000))
     lane = Lane("world", range(1000))
     tensors = [torch.empty(0, *([1] * 60)) for _ in range(500)]
     text = lane.next("all_reduce", tensors, "x" * 10_000).text()

@@ -55,6 +55,8 @@ class _Child:
     local_rank: int
     process: ChildProcess
     log: Path | None
+    start: int | None
+    """Number of its start in the slot of a lost one; None for a first one."""
     descriptor: int | None
     """Readable when it has ended, unless the process has such a thing itself."""
 
@@ -137,21 +139,21 @@ class Children(LocalProcesses):
             is_later: whether it is started only by `start_again`, as the run has begun already.
         """
         begin = functools.partial(self._start, local_rank, command)
-        self._again[local_rank] = lambda number: begin({**env, JOIN_VARIABLE: str(number)}, is_new=True)
+        self._again[local_rank] = lambda number: begin({**env, JOIN_VARIABLE: str(number)}, number)
         if not is_later:
             begin(env)
 
     def _start(
-        self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_new: bool = False
+        self, local_rank: int, command: ChildCommand, env: Mapping[str, str], number: int | None = None
     ) -> None:
         self._may_leave.clear()
         log = command.log_of((self.first_rank or 0) + local_rank)
         proc = self._starter(command, env, log)
         with self._changed:
             self.procs.append(proc)
-            if is_new:
+            if number is not None:
                 self._new[proc.pid] = local_rank
-            self._alive.append(_Child(local_rank, proc, log, _open_end(proc.pid)))
+            self._alive.append(_Child(local_rank, proc, log, number, _open_end(proc.pid)))
             self._wake()
             if self._thread is None:
                 self._wake_pair = socket.socketpair()
@@ -240,7 +242,8 @@ class Children(LocalProcesses):
         has_failed, record = code != 0 or not self._has_met(), None
         if self.tells_all or (has_failed and self._first is None and not self._is_stopping):
             rank, pid = (self.first_rank or 0) + child.local_rank, child.process.pid
-            record = exit_record(Identity(rank=rank, node_rank=self.node_rank, pid=pid), code, child.log)
+            who = Identity(rank=rank, node_rank=self.node_rank, pid=pid, start=child.start)
+            record = exit_record(who, code, child.log)
         with self._changed:
             self._alive.remove(child)
             if child.descriptor is not None:

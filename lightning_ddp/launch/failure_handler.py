@@ -205,7 +205,7 @@ class FailureHandler:
             start: number of the start in the slot of a process that is to join; 0 if nobody requested it.
         """
         self._settings = self.end_limit.settings = settings
-        self._parent_pid = parent_pid
+        identity, self._parent_pid = replace(identity, start=start), parent_pid
         parent = None
         if parent_pid is not None:
             parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
@@ -224,7 +224,6 @@ class FailureHandler:
             where=self._where,
             parent=parent,
             on_message=self._on_message,
-            start=start,
             is_launcher=self._children.are_of_this_process,
         )
         if settings.recovery is not None:
@@ -505,13 +504,13 @@ class FailureHandler:
                 self.watch.post(Saved(path))
                 self.watch.flush()
                 if self.watch.has_lost_server:  # nobody else is left to report
-                    report = render(replace(first, checkpoint=path).cut())
+                    report = render(replace(first, checkpoint=path))
                     tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
 
     def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
         """Report that this process has joined (None), knows of a failure, or continues after one."""
         is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
-        report = "" if failure is None or is_interrupt else render(failure.cut())
+        report = "" if failure is None or is_interrupt else render(failure)
         limit_s = self._settings.failure_grace_s if is_aware else math.inf
         if self.identity is not None:
             tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
@@ -536,7 +535,7 @@ class FailureHandler:
     def child_ended(self, record: FailureRecord) -> None:
         """Report a child of this launching process that exited without success. Thread-safe."""
         if self.watch is not None:
-            self.watch.post(Exited(record.cut()))
+            self.watch.post(Exited(record))
             return
         if self.server is not None:
             self.server.tell(Exited(record))

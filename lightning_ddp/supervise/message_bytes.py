@@ -19,7 +19,7 @@ from lightning_ddp.supervise.protocol import Message, ProtocolError
 
 __all__ = ["LIMIT_BYTES", "Unpacker", "pack"]
 
-LIMIT_BYTES = 64 * 1024
+LIMIT_BYTES = 256 * 1024
 """Longest message, without its length."""
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
@@ -33,8 +33,9 @@ def pack(message: Message) -> bytes:
     Raises:
         ProtocolError: it is longer than `LIMIT_BYTES`.
     """
-    values = asdict(message)  # type: ignore[call-overload]  # all kinds are dataclasses
-    data = json.dumps({"kind": message.kind, **values}, separators=(",", ":")).encode()
+    values = {"kind": message.kind, **asdict(message)}  # type: ignore[call-overload]  # all are dataclasses
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
     if len(data) > LIMIT_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes; the limit is {LIMIT_BYTES}")
     return _LENGTH.pack(len(data)) + data
@@ -106,25 +107,23 @@ def _reader(hint: Any) -> _Reader:
     if origin is Annotated:
         whole, longest = _reader(arguments[0]), arguments[1]
         return lambda value: whole(value[:longest] if isinstance(value, str | list) else value)
-    if origin is Literal:
-        return _reader_of(lambda value: isinstance(value, str) and value in arguments)
     if origin is dict:
         part = _reader(arguments[1])
-        check = _reader_of(lambda value: type(value) is dict and all(key.isdecimal() for key in value))
+        check = _checked(lambda value: type(value) is dict and all(key.isdecimal() for key in value))
         return lambda value: {int(key): part(of) for key, of in check(value).items()}
     if origin is tuple:
         return _reader_of_tuple(arguments)
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        known = {member.value: member for member in hint}
-        check = _reader_of(lambda value: isinstance(value, str) and value in known)
+    if origin is Literal or (isinstance(hint, type) and issubclass(hint, StrEnum)):
+        known = {str(choice): choice for choice in arguments or hint}
+        check = _checked(lambda value: isinstance(value, str) and value in known)
         return lambda value: known[check(value)]
     if hint is float:
-        check = _reader_of(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
+        check = _checked(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
         return lambda value: float(check(value))
-    return _reader_of(lambda value: type(value) is hint)
+    return _checked(lambda value: type(value) is hint)
 
 
-def _reader_of(is_right: Callable[[Any], bool]) -> _Reader:
+def _checked(is_right: Callable[[Any], bool]) -> _Reader:
     def read(value: Any) -> Any:
         if not is_right(value):
             raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
@@ -136,7 +135,7 @@ def _reader_of(is_right: Callable[[Any], bool]) -> _Reader:
 def _reader_of_tuple(arguments: tuple[Any, ...]) -> _Reader:
     is_open = arguments[-1] is ...
     readers = [_reader(argument) for argument in arguments if argument is not ...]
-    check = _reader_of(lambda value: type(value) is list and (is_open or len(value) == len(readers)))
+    check = _checked(lambda value: type(value) is list and (is_open or len(value) == len(readers)))
     if is_open:
         return lambda value: tuple(map(readers[0], check(value)))
     return lambda value: tuple(read(part) for read, part in zip(readers, check(value), strict=True))
@@ -145,7 +144,7 @@ def _reader_of_tuple(arguments: tuple[Any, ...]) -> _Reader:
 def _reader_of_fields(kind: Any) -> _Reader:
     hints = get_type_hints(kind, include_extras=True)
     readers = [(field.name, _reader(hints[field.name])) for field in fields(kind)]
-    check = _reader_of(lambda value: type(value) is dict)
+    check = _checked(lambda value: type(value) is dict)
 
     def read(value: Any) -> Any:
         values = {}
