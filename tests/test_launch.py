@@ -29,7 +29,7 @@ from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import interface, rendezvous
 from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.program import ChildCommand, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 
@@ -583,13 +583,17 @@ while not folder.joinpath("go").exists():
 """
 
 
+def python(source: str, *arguments: str, **more: Any) -> ChildCommand:
+    """The command that runs a text."""
+    return ChildCommand(program=Program("script", "-c", [source, *arguments]), **more)
+
+
 def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
     failures: list[FailureRecord] = []
     children = Children(failures.append)
 
     def start() -> None:
-        command = ChildCommand(arguments=[sys.executable, "-c", WITH_DEATH_SIGNAL, str(tmp_path)])
-        children.start(1, command, dict(os.environ))
+        children.start(1, python(WITH_DEATH_SIGNAL, str(tmp_path)), dict(os.environ))
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
 
@@ -831,8 +835,7 @@ def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
 
     children = Children(on_failure)
     for rank in (1, 2):
-        command = [sys.executable, "-c", "import signal; signal.pause()"]
-        children.start(rank, ChildCommand(arguments=command), dict(os.environ))
+        children.start(rank, python("import signal; signal.pause()"), dict(os.environ))
     start = time.monotonic()
     children.send_signal(signal.SIGTERM)
     failure = children.first_failure(wait_s=20)
@@ -848,8 +851,7 @@ def test_a_failing_child_is_reported_also_when_its_log_has_been_removed(tmp_path
     seen: list[FailureRecord] = []
     children = Children(seen.append)
     source = "import os, sys; os.unlink(sys.argv[1]); sys.exit(3)"
-    command = [sys.executable, "-c", source, str(tmp_path / "1.log")]
-    children.start(1, ChildCommand(arguments=command, logs=tmp_path), dict(os.environ))
+    children.start(1, python(source, str(tmp_path / "1.log"), logs=tmp_path), dict(os.environ))
     failure = children.first_failure(wait_s=20)
     assert failure is not None
     assert (failure.exit_code, failure.traceback) == (3, None)
@@ -932,8 +934,7 @@ def test_children_that_do_not_end_in_time_are_killed_and_named(capsys) -> None:
     failures: list[FailureRecord] = []
     children = Children(failures.append)
     for rank, source in enumerate(["", "import signal; signal.pause()"], start=1):
-        command = ChildCommand(arguments=[sys.executable, "-c", source])
-        children.start(rank, command, dict(os.environ))
+        children.start(rank, python(source), dict(os.environ))
     assert children.procs[0].wait(DEADLINE_S) == 0
     children.end(0.0)
     assert [proc.returncode for proc in children.procs] == [0, -signal.SIGKILL]

@@ -20,12 +20,12 @@ from lightning_ddp._lightning import (
     set_num_threads_if_needed,
 )
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hydra_jobs.jobs import STARTER, jobs, share_job
+from lightning_ddp.hydra_jobs.jobs import jobs, share_job
 from lightning_ddp.launch.child_process import PARENT_VARIABLE, begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import JobContext, end_job, job_context
 from lightning_ddp.launch.joining import FIRST_JOB, waiting
-from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.program import ChildCommand, Program
 from lightning_ddp.launch.rendezvous import HostedStore
 from lightning_ddp.launch.supervised import Launch, SupervisorLink, supervisor_link
 from lightning_ddp.supervise.failure_record import Identity
@@ -220,20 +220,12 @@ def child_command() -> ChildCommand:
             output directory cannot be written.
     """
     elsewhere = jobs().program()
-    program, own_arguments = elsewhere or _program(), [] if elsewhere else sys.argv[1:]
+    program = Program(*elsewhere, []) if elsewhere else Program(*_program(), sys.argv[1:])
     handover = jobs().handover(end_job)
     if handover is None:
-        plain = ["-m", program[1]] if program[0] == "module" else [program[1]]
-        arguments = [sys.executable, *plain, *own_arguments]
-        return ChildCommand(arguments=arguments)
+        return ChildCommand(program=program)
     logs = _folder_for_logs()
-    file = handover.to_file()
-    return ChildCommand(
-        arguments=[sys.executable, STARTER, str(file.fileno()), *program, *own_arguments],
-        cwd=jobs().runtime("cwd"),
-        handed=file,
-        logs=logs,
-    )
+    return ChildCommand(program=program, cwd=jobs().runtime("cwd"), handed=handover.to_file(), logs=logs)
 
 
 def _program() -> tuple[str, str]:

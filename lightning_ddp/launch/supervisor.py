@@ -279,15 +279,14 @@ class JobHost(LocalProcesses):
 
     def _start(self, command: ChildCommand, environment: Mapping[str, str], log: Path | None) -> Fork:
         """Have a rank forked."""
-        program = Program.of(command.arguments)
-        assert program is not None  # rank 0 looked at it
+        job = None if command.handed is None else command.handed.fileno()
         start = Start(
-            program=program, environment=environment, cwd=command.cwd, log=None if log is None else str(log)
+            program=replace(command.program, job=job),
+            environment=environment,
+            cwd=command.cwd,
+            log=None if log is None else str(log),
         )
-        files = (
-            {} if program.job is None or command.handed is None else {program.job: command.handed.fileno()}
-        )
-        return self._zygote.start(start, files)
+        return self._zygote.start(start, {} if job is None else {job: job})
 
     def _ended(self, record: FailureRecord) -> None:
         """Tell the server, or rank 0, that a rank ended."""
