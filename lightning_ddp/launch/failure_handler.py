@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -22,11 +23,10 @@ from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_proce
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
-from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
-from lightning_ddp.launch.end_limit import EndLimit
 from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
-from lightning_ddp.launch.last_words import exit_now, fill_error_file
+from lightning_ddp.launch.last_words import EndLimit, exit_now, fill_error_file
+from lightning_ddp.launch.processes import Children
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
@@ -101,7 +101,7 @@ class FailureHandler:
         self._children = children
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
-        self.end_limit = EndLimit(children, self.wait_for_verdict)
+        self.end_limit = EndLimit()
         self._parent_pid: int | None = None
         self._called_within_s = ECHO_WAIT_S + 3.0
         self._device_watch: DeviceWatch | None = None
@@ -601,7 +601,8 @@ class FailureHandler:
 
     def _limit_end(self) -> None:
         if self.is_over or not self.alarm.is_silent:
-            self.end_limit.set(is_needed=self.watch is not None and self.watch.failure is None)
+            is_first = self.watch is not None and self.watch.failure is None
+            self.end_limit.set(is_needed=is_first or self.is_launcher)
 
     def may_begin_anew(self) -> bool:
         """Return True if the job has failed with an exception, so that all ranks may fit again."""
@@ -622,7 +623,7 @@ class FailureHandler:
 
     def restore_handlers(self) -> None:
         """Give back the signals and timers that this process has taken for the job."""
-        self.end_limit.cancel()
+        faulthandler.cancel_dump_traceback_later()
         if self.end_limit.is_set:
             self._tell_guard(False)
         forbid_stack()

@@ -22,10 +22,10 @@ from lightning_ddp._torch import known_groups, never_destroy
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
-from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import is_loopback
-from lightning_ddp.launch.last_words import LAST_WORDS_S, exit_now, limit_last_words, show_report
+from lightning_ddp.launch.last_words import exit_now, show_report
+from lightning_ddp.launch.processes import Children
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
@@ -63,9 +63,9 @@ class JobContext:
             self.rendezvous = before.rendezvous
         self.store: Any = None
         """Store from which this process made its process group."""
-        self.children: Children = Children(
-            lambda record: self.control.child_ended(record), lambda: self.control.has_met
-        )
+        self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
+        self._tells_all = False
+        """True to report each exit of another rank of this node, as the others may continue."""
         self.control: FailureHandler = FailureHandler(self.children)
         """Supervision of the present generation."""
         self.num_failed = 0
@@ -107,7 +107,7 @@ class JobContext:
             tells_all: True to report each exit of a child, as the others may continue.
             link: to the supervisor that starts the others, and waits for them, instead of this process.
         """
-        self.children.tells_all, self.children.remote = tells_all, link
+        self._tells_all, self.children.remote = tells_all, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
         os.environ.update(variables)
@@ -115,11 +115,11 @@ class JobContext:
             self.children.first_rank, self.children.node_rank = first_rank, node_rank
             atexit.register(self._at_exit)
         else:
-            link.on_child_ended = self._child_of_supervisor_ended
+            link.on_child_ended = self._child_ended
 
-    def _child_of_supervisor_ended(self, record: FailureRecord) -> None:
-        """Report the exit of a rank of a node whose supervisor has no server. Called in a thread."""
-        if self.children.tells_all or record.exit_code or not self.control.has_met:
+    def _child_ended(self, record: FailureRecord) -> None:
+        """Report the exit of another rank of this node, where that concerns the others. Thread-safe."""
+        if self._tells_all or record.exit_code or not self.control.has_met:
             self.control.child_ended(record)
 
     def open_server(
@@ -228,7 +228,7 @@ class JobContext:
         if error is not None and not ours.has_failed:  # outside of a Trainer: nobody has heard of it
             ours.fail(traceback_of(error), traceback.format_exception_only(error)[-1].strip())
         has_failed = error is not None or ours.has_failed
-        self.children.ending.acquire()
+        self.children.are_ending = True
         if self.control.server is not None:
             self.children.end_new(self.control.server.goes_on_without)
         elif ours.calls is not None:
@@ -236,9 +236,8 @@ class JobContext:
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children
-            grace_s = ours.end_limit.seconds_left() if ours.watch is not None else 0.0
-            limit_last_words(grace_s + LAST_WORDS_S)
-            self.children.end(grace_s)
+            left_s = ours.end_limit.extend_for_children()
+            self.children.end(left_s if ours.watch is not None else 0.0)
         has_lost_some = ours.calls is not None and ours.calls.state.generation > 0
         if self.children.first_failure() is not None and not has_lost_some:  # told a moment ago, perhaps
             ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)

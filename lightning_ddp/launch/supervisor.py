@@ -18,14 +18,13 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
-from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.last_words import show_report
+from lightning_ddp.launch.processes import Children, exit_record
 from lightning_ddp.launch.program import ChildCommand, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
 from lightning_ddp.launch.supervised import Launch, SupervisorLink, become_supervised
@@ -91,8 +90,7 @@ class Supervisor:
             lambda: _answer(link, host),
         ):
             threading.Thread(target=target, daemon=True).start()
-        while first.poll() is None:
-            wait([] if first.end is None else [first.end], _LOOK_EVERY_S if first.end is None else None)
+        first.wait()
         code = host.end()
         zygote.close()
         _end_as(code)
@@ -181,14 +179,9 @@ class JobHost(LocalProcesses):
         self._server: ControlServer | None = None
         self._grace_s = 0.0
         self._launch: Launch | None = None
-        self._children = self._make_children()
+        self._children = Children(self._ended, starter=self._start)
         self._guard: Guard | None = None
         self._has_lost_zygote = self._is_ending = False
-
-    def _make_children(self) -> Children:
-        children = Children(self._ended, starter=self._start)
-        children.tells_all = True
-        return children
 
     @property
     def has_job(self) -> bool:
@@ -251,7 +244,7 @@ class JobHost(LocalProcesses):
         self._wait_for_others()
         failure = self._verdict()
         self._close()
-        self._children, self._launch, self._failure = self._make_children(), None, None
+        self._children, self._launch, self._failure = Children(self._ended, starter=self._start), None, None
         return failure
 
     # ------------------------------------------------------------------ in the thread of the server
@@ -304,7 +297,7 @@ class JobHost(LocalProcesses):
     def send_signal_to_first(self, number: int) -> None:
         """Send a signal to the first rank of this node that runs."""
         processes = [self._first, *self._children.procs]
-        running = next((process for process in processes if process.poll() is None), None)
+        running = next((process for process in processes if process.returncode is None), None)
         if running is not None:
             running.send_signal(number)
 
