@@ -238,19 +238,24 @@ class FailureHandler:
         self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
         self.interrupt.expect = self._device_watch.expect
         before_gloo_ends_the_process(self._gloo_failed)
-        self._stop_signals = StopSignals(
-            self.watch,
-            is_between=lambda: self._is_between_runs,
-            is_ending=lambda: self.is_ending or self.has_left,
-            request=self._requested_by,
-            numbers=[settings.preemption.number] if settings.preemption is not None else [],
-        )
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Wait until all ranks have connected; raise `RendezvousError` or `PeerFailure`."""
         if self.watch is not None:
             self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
+
+    def handle_stop_signals(self) -> None:
+        """Let SIGTERM stop all ranks at a step boundary; until then it ends this process, which waits."""
+        if self.watch is not None and self._stop_signals is None:
+            preemption = self._settings.preemption
+            self._stop_signals = StopSignals(
+                self.watch,
+                is_between=lambda: self._is_between_runs,
+                is_ending=lambda: self.is_ending or self.has_left,
+                request=self._requested_by,
+                numbers=[preemption.number] if preemption is not None else [],
+            )
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):

@@ -28,7 +28,7 @@ from lightning_ddp.launch.rendezvous import (
     run_store,
     tcp_address,
 )
-from lightning_ddp.launch.stop_signals import WaitSignals, describe_rank, tell_long_wait
+from lightning_ddp.launch.stop_signals import ended_by_interrupt, tell_long_wait
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 
@@ -40,7 +40,7 @@ FIRST_JOB = "the job that the first node has composed"
 
 @contextmanager
 def waiting(
-    context: JobContext, environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
+    environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
 ) -> Generator[None, None, None]:
     """Wait for other ranks in this context: one process per node prints so, and signals end it at once.
 
@@ -48,16 +48,11 @@ def waiting(
         what: what is awaited, for people. Thread-safe.
         rank: rank of this process, where the environment does not know it yet.
     """
-    rank = environment.global_rank() if rank is None else rank
-
-    def end(message: str) -> None:
-        context.children.kill()
-        context.control.fail(message)
-
     with ExitStack() as stack:
         if environment.local_rank() == 0:
+            rank = environment.global_rank() if rank is None else rank
             stack.enter_context(tell_long_wait(rank, what))
-        stack.enter_context(WaitSignals(describe_rank(rank), what, end))
+        stack.enter_context(ended_by_interrupt())
         yield
 
 
@@ -105,7 +100,9 @@ class Joining:
                 share_job(context.store, rank=self._rank)
         if self._world_size > 1:
             context.control.set_while_running(choose_interface(self._main_address, self.backend))
-        return self._make_group() if group is None else group
+        group = self._make_group() if group is None else group
+        context.control.handle_stop_signals()
+        return group
 
     # ------------------------------------------------------------------ the store
 
@@ -194,7 +191,7 @@ class Joining:
     # ------------------------------------------------------------------ what is known
 
     def _waiting(self, what: Callable[[], str]) -> Any:
-        return waiting(self.context, self.environment, what)
+        return waiting(self.environment, what)
 
     @property
     def _rank(self) -> int:

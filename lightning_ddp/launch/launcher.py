@@ -150,7 +150,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
         environment = self.cluster_environment
         if self.num_nodes > 1 and jobs().config() is not None:
-            with waiting(context, environment, lambda: FIRST_JOB, first_rank):
+            with waiting(environment, lambda: FIRST_JOB, first_rank):
                 share_job(context.rendezvous.find(environment, self._timeout), rank=first_rank)
         return child_command()
 
