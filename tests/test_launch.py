@@ -583,7 +583,7 @@ while not folder.joinpath("go").exists():
 
 def python(source: str, *arguments: str, **more: Any) -> ChildCommand:
     """The command that runs a text."""
-    return ChildCommand(program=Program("script", "-c", [source, *arguments]), **more)
+    return ChildCommand(program=Program("script", "-c", [source, *arguments]), cwd=os.getcwd(), **more)
 
 
 def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:

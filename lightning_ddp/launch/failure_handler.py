@@ -144,7 +144,7 @@ class FailureHandler:
     @property
     def is_launcher(self) -> bool:
         """True if this process starts the others of its node."""
-        return self._children.first_rank is not None
+        return self._children.launch is not None
 
     @property
     def _is_between_runs(self) -> bool:

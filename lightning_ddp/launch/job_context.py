@@ -26,6 +26,7 @@ from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import is_loopback
 from lightning_ddp.launch.last_words import exit_now, show_report
 from lightning_ddp.launch.processes import Children
+from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
@@ -64,8 +65,8 @@ class JobContext:
         self.store: Any = None
         """Store from which this process made its process group."""
         self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
-        self._tells_all = False
-        """True to report each exit of another rank of this node, as the others may continue."""
+        self._goes_on = False
+        """True if the job continues without ranks that it loses."""
         self.control: FailureHandler = FailureHandler(self.children)
         """Supervision of the present generation."""
         self.num_failed = 0
@@ -92,34 +93,27 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(
-        self,
-        first_rank: int,
-        node_rank: int,
-        variables: dict[str, str],
-        *,
-        tells_all: bool = False,
-        link: SupervisorLink | None = None,
+        self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None = None
     ) -> None:
-        """Make this process, of rank `first_rank`, the launcher of its node.
+        """Make this process the launcher of its node.
 
         Args:
             variables: environment variables to set until the job ends.
-            tells_all: True to report each exit of a child, as the others may continue.
             link: to the supervisor that starts the others, and waits for them, instead of this process.
         """
-        self._tells_all, self.children.remote = tells_all, link
+        self._goes_on, self.children.remote = launch.goes_on, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
         os.environ.update(variables)
         if link is None:
-            self.children.first_rank, self.children.node_rank = first_rank, node_rank
+            self.children.launch = launch
             atexit.register(self._at_exit)
         else:
             link.on_child_ended = self._child_ended
 
     def _child_ended(self, record: FailureRecord) -> None:
         """Report the exit of another rank of this node, where that concerns the others. Thread-safe."""
-        if self._tells_all or record.exit_code or not self.control.has_met:
+        if self._goes_on or record.exit_code or not self.control.has_met:
             self.control.child_ended(record)
 
     def open_server(

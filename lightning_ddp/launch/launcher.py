@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,13 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, share_job
-from lightning_ddp.launch.child_process import PARENT_VARIABLE, begin_run, launched_by
+from lightning_ddp.launch.child_process import begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import JobContext, end_job, job_context
 from lightning_ddp.launch.joining import FIRST_JOB, waiting
-from lightning_ddp.launch.program import ChildCommand, Program
+from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.launch.rendezvous import HostedStore
-from lightning_ddp.launch.supervised import Launch, SupervisorLink, supervisor_link
+from lightning_ddp.launch.supervised import supervisor_link
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
@@ -124,8 +123,17 @@ class ScriptLauncher(SubprocessScriptLauncher):
         replaces = isinstance(self._settings.recovery, ReplaceSettings)
         if replaces and node_rank != 0 and not context.is_joining:
             context.is_joining = rendezvous.comes_back()
-        tells_all = self._settings.recovery is not None
-        context.begin_launch(first_rank, node_rank, variables, tells_all=tells_all, link=link)
+        launch = Launch(
+            command=command,
+            environment={**os.environ, **variables, **rendezvous.handed},
+            first_rank=first_rank,
+            node_rank=node_rank,
+            num_ranks=self.num_processes,
+            is_later=context.is_joining,
+            goes_on=self._settings.recovery is not None,
+            grace_s=self._settings.failure_grace_s,
+        )
+        context.begin_launch(launch, variables, link)
         if node_rank == 0 and world_size > 1 and is_enabled():  # a lone rank has nobody to hear of
             context.open_server(
                 address,
@@ -136,15 +144,15 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 settings=self._settings,
             )
         if link is not None:
-            self._launch_by(link, context, command, first_rank, node_rank)
+            launched_by(link.supervisor)
+            link.launch(launch)
         else:
-            self._run_children(context, command, first_rank)
+            context.children.start_all()
         if command.handed is not None:
             if not replaces:  # others may be started later
                 command.handed.close()
             if first_rank == 0:
                 jobs().publish_to(context.rendezvous.hosted.set)
-        self.procs = context.children.procs  # type: ignore[assignment]
 
     def _command_of(self, context: JobContext, first_rank: int) -> ChildCommand:
         """The command for the children, once the nodes agree on the job that each has composed by itself."""
@@ -153,39 +161,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             with waiting(environment, lambda: FIRST_JOB, first_rank):
                 share_job(context.rendezvous.find(environment, self._timeout), rank=first_rank)
         return child_command()
-
-    def _run_children(self, context: JobContext, command: ChildCommand, first_rank: int) -> None:
-        common = {**os.environ, **context.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
-        for local_rank in range(1, self.num_processes):
-            context.children.start(
-                local_rank,
-                command,
-                {**common, "LOCAL_RANK": str(local_rank)},
-                is_later=context.is_joining,
-            )
-        context.children.guard()
-
-    def _launch_by(
-        self,
-        link: SupervisorLink,
-        context: JobContext,
-        command: ChildCommand,
-        first_rank: int,
-        node_rank: int,
-    ) -> None:
-        launched_by(link.supervisor)
-        link.launch(
-            Launch(
-                command=replace(command, cwd=command.cwd or os.getcwd()),
-                environment={**os.environ, **context.rendezvous.handed},
-                first_rank=first_rank,
-                node_rank=node_rank,
-                num_ranks=self.num_processes,
-                is_later=context.is_joining,
-                goes_on=self._settings.recovery is not None,
-                grace_s=self._settings.failure_grace_s,
-            )
-        )
 
 
 def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
@@ -223,9 +198,10 @@ def child_command() -> ChildCommand:
     program = Program(*elsewhere, []) if elsewhere else Program(*_program(), sys.argv[1:])
     handover = jobs().handover(end_job)
     if handover is None:
-        return ChildCommand(program=program)
+        return ChildCommand(program=program, cwd=os.getcwd())
     logs = _folder_for_logs()
-    return ChildCommand(program=program, cwd=jobs().runtime("cwd"), handed=handover.to_file(), logs=logs)
+    cwd = jobs().runtime("cwd") or os.getcwd()
+    return ChildCommand(program=program, cwd=cwd, handed=handover.to_file(), logs=logs)
 
 
 def _program() -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_ddp.launch.child_process import child_environment
-from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.child_process import PARENT_VARIABLE, child_environment
+from lightning_ddp.launch.program import ChildCommand, Launch
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import Guard
@@ -89,7 +90,8 @@ class Children(LocalProcesses):
     Args:
         on_end: called with each child that ends, in the thread that watches it.
         has_met: returns True once all ranks have connected: a child that ends before that has failed.
-        starter: starts a process of a command, with its environment variables and its log; None for Python.
+        starter: starts a process of a command, with its environment variables and its log; None for Python,
+            where this process is the first rank of the node itself.
     """
 
     def __init__(
@@ -100,14 +102,13 @@ class Children(LocalProcesses):
     ) -> None:
         self.remote: SupervisorLink | None = None
         """In rank 0 under `run`: what starts and ends the others of its node instead."""
-        self.first_rank: int | None = None
-        """Rank of this process, if it starts the others of its node."""
-        self.node_rank = 0
+        self.launch: Launch | None = None
+        """Ranks of this node, if this process starts them."""
         self.are_ending = False
         """True once no other process is started in the place of a lost one."""
         self._on_end = on_end
         self._has_met = has_met
-        self._starter = starter or _start_python
+        self._starter, self._is_rank = starter or _start_python, starter is None
         self._slots: dict[int, _Slot] = {}
         self._started: list[_Child] = []
         self._alive: list[_Child] = []
@@ -125,9 +126,29 @@ class Children(LocalProcesses):
     @property
     def are_of_this_process(self) -> bool:
         """True if this process launched the others of its node, by itself or by its supervisor."""
-        return self.first_rank is not None or self.remote is not None
+        return self.launch is not None or self.remote is not None
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of the first process of this node."""
+        return 0 if self.launch is None else self.launch.first_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this node."""
+        return 0 if self.launch is None else self.launch.node_rank
 
     # ------------------------------------------------------------------ start
+
+    def start_all(self) -> None:
+        """Start the ranks of `launch`, and a guard that kills those which do not hear of a failure."""
+        assert self.launch is not None  # it was set
+        for local_rank in range(int(self._is_rank), self.launch.num_ranks):
+            environment = {**self.launch.environment, "LOCAL_RANK": str(local_rank)}
+            is_later = self.launch.is_later or local_rank == 0
+            self.start(local_rank, self.launch.command, environment, is_later=is_later)
+        if self._slots:
+            self._guard = Guard(ends_launcher=self._is_rank)
 
     def start(
         self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_later: bool = False
@@ -144,11 +165,6 @@ class Children(LocalProcesses):
         if not is_later:
             self._start(self._slots[local_rank])
 
-    def guard(self) -> None:
-        """Have children killed that do not hear of a failure."""
-        if self._slots:
-            self._guard = Guard(ends_launcher=True)
-
     def start_again(self, place: int, number: int) -> None:
         """Start a process in the slot of a lost one, which is killed if it only stands still. Thread-safe.
 
@@ -161,7 +177,7 @@ class Children(LocalProcesses):
         if self.remote is not None:
             self.remote.start_again(place, number)
             return
-        slot = self._slots.get(place - (self.first_rank or 0))
+        slot = self._slots.get(place - self.first_rank)
         if slot is None or self.are_ending:
             return
         if number <= slot.number:
@@ -214,7 +230,7 @@ class Children(LocalProcesses):
             self._changed.notify_all()
 
     def _rank(self, slot: _Slot) -> int:
-        return (self.first_rank or 0) + slot.local_rank
+        return self.first_rank + slot.local_rank
 
     # ------------------------------------------------------------------ end
 
@@ -285,6 +301,7 @@ def _start_python(
     command: ChildCommand, environment: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
     handed = () if command.handed is None else (command.handed.fileno(),)
-    options: dict[str, Any] = {"env": child_environment(environment), "cwd": command.cwd, "pass_fds": handed}
+    variables = child_environment({**environment, PARENT_VARIABLE: str(os.getpid())})
+    options: dict[str, Any] = {"env": variables, "cwd": command.cwd, "pass_fds": handed}
     with contextlib.nullcontext() if log is None else log.open("ab") as out:
         return subprocess.Popen(command.arguments, stdout=out, stderr=out, **options)

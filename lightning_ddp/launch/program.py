@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 
 from lightning_ddp.hydra_jobs.jobs import STARTER
 
-__all__ = ["CANNOT_BEGIN", "ChildCommand", "Program", "last_resort", "run_as_main"]
+__all__ = ["CANNOT_BEGIN", "ChildCommand", "Launch", "Program", "last_resort", "run_as_main"]
 
 CANNOT_BEGIN = 127
 """Exit code of a process that ended before its program began."""
@@ -50,8 +50,8 @@ class ChildCommand:
     """Command of the other ranks. Made before anything else is, so that an error leaves nothing."""
 
     program: Program
-    cwd: str | None = None
-    """Working directory; None for that of this process."""
+    cwd: str
+    """Working directory."""
     handed: IO[bytes] | None = None
     """File with the job that Hydra composed, for all ranks; None without Hydra."""
     logs: Path | None = None
@@ -69,6 +69,25 @@ class ChildCommand:
     def log_of(self, rank: int) -> Path | None:
         """Return the file to which the output of a rank is appended, or None."""
         return None if self.logs is None else self.logs / f"{rank}.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Ranks of a node that one process starts."""
+
+    command: ChildCommand
+    environment: Mapping[str, str]
+    """Environment variables of all of them, without LOCAL_RANK."""
+    first_rank: int
+    node_rank: int
+    num_ranks: int
+    """Number of ranks of this node, with the first one."""
+    is_later: bool
+    """True if they are started only on request, as the job has begun already."""
+    goes_on: bool
+    """True if the job continues without ranks that it loses."""
+    grace_s: float
+    """Seconds that a process has to end after a failure."""
 
 
 @contextlib.contextmanager

@@ -25,12 +25,12 @@ from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
 from lightning_ddp.launch.last_words import show_report
 from lightning_ddp.launch.processes import Children, exit_record
-from lightning_ddp.launch.program import ChildCommand, Program, last_resort, run_as_main
+from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
-from lightning_ddp.launch.supervised import Launch, SupervisorLink, become_supervised
+from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
 from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
-from lightning_ddp.supervise.guard import PATIENCE_S, Guard, tell_guard
+from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
@@ -177,16 +177,13 @@ class JobHost(LocalProcesses):
         self._failure: FailureRecord | None = None
         self._store: HostedStore | None = None
         self._server: ControlServer | None = None
-        self._grace_s = 0.0
-        self._launch: Launch | None = None
         self._children = Children(self._ended, starter=self._start)
-        self._guard: Guard | None = None
         self._has_lost_zygote = self._is_ending = False
 
     @property
-    def has_job(self) -> bool:
-        """Return whether rank 0 needs this host still."""
-        return self._launch is not None
+    def _job(self) -> Launch | None:
+        """What rank 0 has requested, while it needs this host."""
+        return self._children.launch
 
     # ------------------------------------------------------------------ requests of rank 0
 
@@ -216,16 +213,11 @@ class JobHost(LocalProcesses):
         Args:
             handed: file descriptor of the job that Hydra composed.
         """
-        self._launch, self._grace_s = launch, launch.grace_s
-        command, children = launch.command, self._children
         if handed is not None:
-            command = replace(command, handed=os.fdopen(handed, "rb"))
-        children.first_rank, children.node_rank = launch.first_rank, launch.node_rank
-        for local_rank in range(launch.num_ranks):
-            variables = {**launch.environment, "LOCAL_RANK": str(local_rank)}
-            is_later = launch.is_later or local_rank == 0
-            children.start(local_rank, command, variables, is_later=is_later)
-        self._guard = Guard(ends_launcher=False)
+            command = replace(launch.command, handed=os.fdopen(handed, "rb"))
+            launch = replace(launch, command=command)
+        self._children.launch = launch
+        self._children.start_all()
 
     def kill_rank(self, rank: int) -> None:
         """Kill the process that had this rank in the beginning."""
@@ -244,7 +236,7 @@ class JobHost(LocalProcesses):
         self._wait_for_others()
         failure = self._verdict()
         self._close()
-        self._children, self._launch, self._failure = Children(self._ended, starter=self._start), None, None
+        self._children, self._failure = Children(self._ended, starter=self._start), None
         return failure
 
     # ------------------------------------------------------------------ in the thread of the server
@@ -265,8 +257,10 @@ class JobHost(LocalProcesses):
         """Continue stopped ranks, so that they hear of the failure; from now on the guard counts."""
         self._first.send_signal(signal.SIGCONT)
         self._children.wake()
-        is_gone = self._first.returncode is not None
-        tell_guard(os.getpid(), -1, True, min(self._grace_s, PATIENCE_S) if is_gone else self._grace_s)
+        if self._job is not None:
+            is_gone = self._first.returncode is not None
+            grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
+            tell_guard(os.getpid(), -1, True, grace_s)
 
     # ------------------------------------------------------------------ ends
 
@@ -292,7 +286,7 @@ class JobHost(LocalProcesses):
     def tell_first(self, number: int, result: Any) -> None:
         """Answer a request of rank 0; or with number 0 tell it of the end of a child."""
         with self._link_lock, contextlib.suppress(OSError):  # it has ended
-            send(self._link, (number, result, number and not self.has_job))
+            send(self._link, (number, result, number and self._job is None))
 
     def send_signal_to_first(self, number: int) -> None:
         """Send a signal to the first rank of this node that runs."""
@@ -323,10 +317,9 @@ class JobHost(LocalProcesses):
         """
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
-        who = Identity(
-            rank=self._children.first_rank or 0, node_rank=self._children.node_rank, pid=self._first.pid
-        )
-        if self.has_job and not self._has_lost_zygote:
+        node_rank = self._children.node_rank
+        who = Identity(rank=self._children.first_rank, node_rank=node_rank, pid=self._first.pid)
+        if self._job is not None and not self._has_lost_zygote:
             self._ended(exit_record(who, code))
         self._wait_for_others()
         failure, server = self._verdict(), self._server
@@ -343,28 +336,26 @@ class JobHost(LocalProcesses):
     def _wait_for_others(self) -> None:
         """Wait until all other ranks ended; end them where they do not after rank 0."""
         server, code = self._server, self._first.returncode
-        ends_at = time.monotonic() + max(_EXIT_GRACE_S, self._grace_s + _LATER_S)
+        grace_s = 0.0 if self._job is None else self._job.grace_s
+        ends_at = time.monotonic() + max(_EXIT_GRACE_S, grace_s + _LATER_S)
         if code and server is None and self._children.node_rank == 0:
             self._children.kill()  # nobody has told them
         while not self._children.join(_LOOK_EVERY_S):
             if self._is_left_behind():
                 ends_at = math.inf
             elif server is not None and code is not None and not (code and server.goes_on and server.has_met):
-                self._kill_strangers(server)
+                for process in self._children.procs:
+                    # one that has not connected does not hear that rank 0 is gone
+                    if not server.knows(Identity(rank=-1, node_rank=0, pid=process.pid)):
+                        process.send_signal(signal.SIGKILL)
             if time.monotonic() > ends_at:
                 self._children.end(0.0)
-
-    def _kill_strangers(self, server: ControlServer) -> None:
-        """Kill ranks that have not connected: they do not hear that rank 0 is gone."""
-        for process in self._children.procs:
-            if not server.knows(Identity(rank=-1, node_rank=0, pid=process.pid)):
-                process.send_signal(signal.SIGKILL)
 
     def _is_left_behind(self) -> bool:
         """Return whether the others continue without rank 0, as far as is known here."""
         server = self._server
         if server is None:
-            return self._children.node_rank != 0 and self._launch is not None and self._launch.goes_on
+            return self._job is not None and self._job.node_rank != 0 and self._job.goes_on
         is_member = any(who.pid == self._first.pid for who in server.identities)
         return server.goes_on and server.has_met and not is_member
 
@@ -380,6 +371,5 @@ class JobHost(LocalProcesses):
         """End the control server and the guard of the job."""
         if self._server is not None:
             self._server.close()
-        if self._guard is not None:
-            self._guard.end()
-        self._server = self._guard = None
+        self._server = None
+        self._children.end(0.0)
