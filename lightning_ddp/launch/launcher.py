@@ -41,14 +41,11 @@ _INTERRUPTED_S = 1.5
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs this program again in N-1 child processes; this process is local rank 0.
 
-    The children are started at once, with the launcher's store already listening. They never outlive this
-    process. A child that dies ends the run: `PeerFailure` is raised here, and the other children are stopped.
-
     Args:
         cluster_environment: tells ranks and addresses; if it creates processes externally, none are started.
         num_processes: processes of this node.
         num_nodes: nodes of the run.
-        settings: times of reconciliation.
+        settings: times of supervision.
         init_method: where the ranks meet; the store listens at the address of a `tcp://` one.
         timeout: how long another node waits for the first one; None for torch's own.
     """
@@ -70,7 +67,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Starts the children unless they run already, then calls `function` here and returns its result.
+        """Start the children unless they run already, then call `function` here and return its result.
 
         Raises:
             PeerFailure: a child died.
@@ -88,7 +85,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return context.control.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
+        """Send a signal to the children, once they had time to end by themselves after Ctrl-C."""
         children = job_context().children
         children.join(_INTERRUPTED_S)
         children.send_signal(signum)
@@ -155,7 +152,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 jobs().publish_to(context.rendezvous.hosted.set)
 
     def _command_of(self, context: JobContext, first_rank: int) -> ChildCommand:
-        """The command for the children, once the nodes agree on the job that each has composed by itself."""
+        """Return the command for the children, once the nodes agree on the job that Hydra composed."""
         environment = self.cluster_environment
         if self.num_nodes > 1 and jobs().config() is not None:
             with waiting(environment, lambda: FIRST_JOB, first_rank):
@@ -164,7 +161,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
-    """This node; `ConfigurationError` if nothing says which one of several it is, or it is none of them."""
+    """Return the number of this node; raise `ConfigurationError` if none, or no valid one, is given."""
     if isinstance(environment, LightningEnvironment):
         name = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
         told = os.environ.get(name)
@@ -186,9 +183,9 @@ def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
 
 
 def child_command() -> ChildCommand:
-    """The command that runs this program again: a script by its path, a module by `-m`, with our arguments.
+    """Return the command that runs this program again, with its arguments.
 
-    Where Hydra has composed something the child gets that, and runs where the user started the program.
+    The child gets what Hydra has composed, and runs in the folder where the user started the program.
 
     Raises:
         ConfigurationError: there is no file or module to run again; a configuration does not pickle; or the
@@ -205,7 +202,7 @@ def child_command() -> ChildCommand:
 
 
 def _program() -> tuple[str, str]:
-    """What this process runs: `("script", path)` or `("module", name)`."""
+    """Return what this process runs: `("script", path)` or `("module", name)`."""
     import __main__  # at this moment: it is another module while a program is run by runpy
 
     spec = getattr(__main__, "__spec__", None)
@@ -243,7 +240,7 @@ def _folder_for_logs() -> Path | None:
 
 
 def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes: int) -> None:
-    """Raises `ConfigurationError` if SLURM's tasks are not as many as the ranks; says what to change."""
+    """Raise `ConfigurationError` if SLURM's tasks are not as many as the ranks."""
     if not isinstance(environment, SLURMEnvironment):
         return
     num_tasks, nodes = int(os.environ["SLURM_NTASKS"]), os.environ.get("SLURM_NNODES")
