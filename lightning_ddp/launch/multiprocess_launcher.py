@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from lightning_ddp._lightning import (
     unshare,
 )
 from lightning_ddp._torch import keep_sockets_in
-from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
 from lightning_ddp.launch.failure_handler import is_enabled
@@ -143,14 +142,14 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         try:
             output = self._run_processes(server, trainer, function, args, kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            failure = _process_failure(error, self._first_rank)
+            failure = _failure_of(error, self._first_rank, node_rank)
             known = server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S) if server is not None else None
             # of one that had not joined yet only torch knows what it has raised
             if known is not None and (
                 known.exception_type or failure.exception_type is None or known.rank != failure.rank
             ):
                 failure = self._with_exit(known)
-            raise failure.like() from error
+            raise failure.to_error(is_rank=False).like() from error
         except BaseException as error:
             if server is not None:
                 launcher = Identity(rank=-1, node_rank=node_rank)
@@ -240,18 +239,16 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                 return False
             if all(codes[n] == 0 for n in counting):
                 if failure is not None:
-                    raise failure.to_error()
+                    raise failure.to_error(is_rank=False)
                 if not results.empty():
                     return True
             wait([process.sentinel for process in self.procs if process.exitcode is None], _LOOK_AGAIN_S)
 
-    def _with_exit(self, record: FailureRecord) -> PeerFailure:
+    def _with_exit(self, record: FailureRecord) -> FailureRecord:
         """Return a failure with the exit code of its process, which all have by now."""
         local_rank = record.rank - self._first_rank
         code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
-        if code:
-            record = record.with_exit(code, exit_message(code))
-        return record.to_error(is_rank=False)
+        return record.with_exit(code, exit_message(code)) if code else record
 
     def failed(self, record: FailureRecord) -> None:
         """Continue processes that are stopped, so that they hear of the failure."""
@@ -341,23 +338,13 @@ def _is_of_pickle(error: BaseException) -> bool:
     return isinstance(error, Exception) and any(code is reduction.dump.__code__ for code in frames)
 
 
-def _process_failure(
-    error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int
-) -> PeerFailure:
-    code, kind, trace = 1, None, None
+def _failure_of(
+    error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int, node_rank: int
+) -> FailureRecord:
+    """Return the failure of a process, as torch tells it."""
+    who = Identity(rank=first_rank + int(error.error_index), node_rank=node_rank, pid=error.error_pid)
     if isinstance(error, mp.ProcessExitedException):
-        code = int(error.exit_code)
-        message = exit_message(code)
-    else:
-        trace = str(error).strip()
-        kind, _, message = trace.splitlines()[-1].partition(": ")
-    return PeerFailure(
-        rank=first_rank + int(error.error_index),
-        host=socket.gethostname(),
-        pid=error.error_pid,
-        exit_code=code,
-        exception_type=kind,
-        message=message,
-        traceback=trace,
-        is_own=None,
-    )
+        return exit_record(who, int(error.exit_code))
+    trace = str(error).strip()
+    kind, _, message = trace.splitlines()[-1].partition(": ")
+    return FailureRecord.of_identity(who, message, exit_code=1, exception_type=kind, traceback=trace)
