@@ -134,7 +134,10 @@ class Leave:
                 raise LightningDDPError("no run given: pass HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
             if not str(node).isdecimal():
                 raise LightningDDPError("no node given: pass --node, or set NODE_RANK")
-            answer = _ask_run(*_address_of(told), DrainNode(int(node)))
+            address, _, port = told.rpartition(":")
+            if not address or not port.isdecimal():
+                raise LightningDDPError(f"{told!r}: expected HOST:PORT")
+            answer = _ask_run(address.strip("[]"), int(port), DrainNode(int(node)))
             if not isinstance(answer, DrainNodeReply) or answer.why is not None:
                 raise LightningDDPError(f"{getattr(answer, 'why', None) or 'the run is another version'}")
         except LightningDDPError as error:
@@ -143,15 +146,6 @@ class Leave:
         ranks = ", ".join(map(str, answer.ranks))
         print(f"lightning_ddp: rank {ranks} of node {node} leaves the run at the next step boundary")
         return 0
-
-
-def _address_of(text: str) -> tuple[str, int]:
-    """Split HOST:PORT, the address of the store of a run."""
-    address, _, port = text.rpartition(":")
-    address = address.strip("[]")
-    if not address or not port.isdecimal():
-        raise LightningDDPError(f"{text!r}: expected HOST:PORT")
-    return address, int(port)
 
 
 def _ask_run(address: str, port: int, question: Message) -> Message:

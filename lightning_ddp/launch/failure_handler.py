@@ -207,14 +207,12 @@ class FailureHandler:
         self._settings = self.end_limit.settings = settings
         self._parent_pid = parent_pid
         parent = None
-        if parent_pid is not None:
-            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
-            if (parent.pid, parent.host) == (server.identity.pid, server.identity.host):
-                parent = server.identity
-            elif parent.node_rank == server.identity.node_rank:
-                parent = None  # that of forkserver, whose end concerns nobody
-        if identity.node_rank != server.identity.node_rank:  # the order has to come from there
-            self._called_within_s += settings.heartbeat_timeout_s
+        if identity.node_rank != server.identity.node_rank:
+            self._called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
+            if parent_pid is not None:
+                parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
+        elif parent_pid == server.identity.pid:  # else the one of forkserver, whose end concerns nobody
+            parent = server.identity
         self.watch = ControlClient(
             server,
             identity,

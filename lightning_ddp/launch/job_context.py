@@ -293,16 +293,11 @@ def end_job(error: BaseException | None) -> BaseException | None:
         return error
     failure = ended.end(error)
     _context, ended = JobContext(ended), None
-    atexit.unregister(_show_last_failure)
+    atexit.unregister(show_report)
     if failure is not None:
-        atexit.register(_show_last_failure, failure)
+        atexit.register(show_report, failure)
     gc.collect()  # a Trainer is a cycle and holds the group, whose sockets close with its last reference
     return failure.to_error() if error is None and failure is not None else error
-
-
-def _show_last_failure(failure: FailureRecord) -> None:
-    # a function of its own, which `atexit` can unregister
-    show_report(failure)
 
 
 def _disown() -> None:

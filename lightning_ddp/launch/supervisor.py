@@ -58,6 +58,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._passed_on = mmap.mmap(-1, 1)
+        """The last signal that was passed on, for all ranks."""
 
     def run(self, program: Program) -> NoReturn:
         """Run a program; end as its rank 0 does.
@@ -106,7 +107,9 @@ class Supervisor:
             output = dict.fromkeys(output, os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
         wanted = {0: 0, **output, **files}
         link.detach()
-        keep_files({number: present for number, present in wanted.items() if _is_open(present)})
+        keep_files(
+            {n: present for n, present in wanted.items() if os.path.exists(f"/proc/self/fd/{present}")}
+        )
         if start.cwd is not None:
             os.chdir(start.cwd)
         os.environ.clear()
@@ -152,14 +155,6 @@ def _answer(link: socket.socket, host: JobHost) -> None:
         host.tell_first(number, result)
 
 
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 class JobHost(LocalProcesses):
     """Store, control server and other ranks of a node, at the request of its rank 0.
 
@@ -194,7 +189,6 @@ class JobHost(LocalProcesses):
         return int(self._store.store.port)
 
     def close_store(self) -> None:
-        """Free the port of the store."""
         self._store = None
 
     def open_server(self, address: str, settings: SupervisionSettings, **options: Any) -> int:
