@@ -599,7 +599,7 @@ def test_the_supervisor_never_touches_the_device(simulated_cuda, tmp_path) -> No
     ranks = [str(notes[f"trained-{rank}"]["pid"]) for rank in range(2)]
     forks = [line.split() for line in result.stdout.splitlines() if line.endswith(("True", "False"))]
     touched = [answer for pid, answer in forks if pid not in ranks]
-    assert touched == ["False"] * 3, "before the fork of rank 0, of the control process, and of rank 1"
+    assert touched == ["False"] * 3, "before the fork of rank 0, of the zygote, and of rank 1"
 
 
 LIGHTNINGS_OWN = """

@@ -22,8 +22,7 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, share_job
 from lightning_ddp.launch.child_process import begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
-from lightning_ddp.launch.job_context import JobContext, end_job, job_context
-from lightning_ddp.launch.joining import FIRST_JOB, waiting
+from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context, waiting
 from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.launch.rendezvous import HostedStore
 from lightning_ddp.launch.supervised import supervisor_link
