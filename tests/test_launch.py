@@ -769,15 +769,6 @@ def test_several_nodes_need_a_port_that_all_know() -> None:
         rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=2, node_rank=0)
 
 
-def test_a_store_on_a_port_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            RendezvousError, match=f"port {port} on 127.0.0.1, named by MASTER_PORT, is in use"
-        ):
-            rendezvous.HostedStore("127.0.0.1", port)
-
-
 @pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
 @pytest.mark.parametrize("variable", ["NODE_RANK", "GROUP_RANK"])
 def test_a_node_that_the_run_does_not_have_is_an_error(variable, strategy, tmp_path) -> None:
