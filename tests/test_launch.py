@@ -256,11 +256,20 @@ def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, numbe
     assert f"the process was killed by {number.name}" in report, result.stderr
 
 
-BETWEEN_RUNS = """
-import os, signal, sys, threading, time
-import pytorch_lightning as pl
+TRAINS = """
+import gc, os, signal, sys, threading, time, weakref
+import pytorch_lightning as pl, torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
+
+names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+quiet = dict.fromkeys(names, False)
+
+def trainer(strategy="custom_ddp", devices=2, **more):
+    options = {"limit_val_batches": 0, **quiet, **more}
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
+"""
+BETWEEN_RUNS = f"""{TRAINS}
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.job_context import job_context
 
@@ -269,16 +278,13 @@ def state():
     return sorted(thread.name for thread in threading.enumerate() if not thread.daemon), ours
 
 def tell(when):
-    print(f"rank {rank}, {when}:", "as before" if state() == before else state(), flush=True)
+    print("rank", f"{{rank}}, {{when}}:", "as before" if state() == before else state(), flush=True)
 
 def fit():
-    trainer = pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2,
-        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    )
-    trainer.fit(BoringModel())
+    ours = trainer(max_epochs=1, limit_train_batches=2)
+    ours.fit(BoringModel())
     tell("fitted")
-    trainer.validate(BoringModel(), verbose=False)
+    ours.validate(BoringModel(), verbose=False)
     tell("validated")
 
 def fail():
@@ -302,13 +308,13 @@ try:
     if rank == victim:
         fail()
     if sys.argv[3] == "handle" and rank == victim:
-        print(f"the script's handler has heard {heard}", flush=True)
+        print("the script's handler has heard", heard, flush=True)
     if sys.argv[3] == "wait" and rank != victim:
         print("heard meanwhile:", job_context().control.wait_for_verdict(30).rank, flush=True)
     if has_more:
         fit()
 except lightning_ddp.PeerFailure as failure:
-    print(f"heard {failure}", flush=True)
+    print("heard", failure, flush=True)
     raise
 print("ended well", flush=True)
 """
@@ -376,19 +382,11 @@ def check_between_runs(victim: int, how: str, then: str, words: str) -> None:
     assert words in report, context
 
 
-FORGETS_ITS_TRAINER = """
-import gc, os, weakref
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-trainer, model = pl.Trainer(
-    strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, limit_val_batches=0, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-), BoringModel()
-trainer.fit(model)
-references = [weakref.ref(kept) for kept in (trainer, trainer.strategy, model)]
-del trainer, model
+FORGETS_ITS_TRAINER = f"""{TRAINS}
+ours, model = trainer(max_steps=1), BoringModel()
+ours.fit(model)
+references = [weakref.ref(kept) for kept in (ours, ours.strategy, model)]
+del ours, model
 gc.collect()
 print("alive:", [type(kept()).__name__ for kept in references if kept() is not None], flush=True)
 """
@@ -400,18 +398,9 @@ def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
     assert result.stdout.count("alive: []") == 2
 
 
-LONE = """
-import os, threading
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-trainer = pl.Trainer(
-    strategy="custom_ddp", accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0,
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
+LONE = f"""{TRAINS}
 before = set(os.environ)
-trainer.fit(BoringModel())
+trainer(devices=1, max_steps=1).fit(BoringModel())
 names = [name for name in set(os.environ) - before if "LIGHTNING_DDP" in name or "GLOO" in name]
 print("left:", [thread.name for thread in threading.enumerate()], names)
 """
@@ -467,11 +456,7 @@ def test_a_process_that_still_starts_when_its_launcher_is_killed_ends_by_itself(
         assert script.wait(DEADLINE_S, leftover_grace_s=10.0).returncode == -signal.SIGKILL
 
 
-ALONE = """
-import os, sys, time
-import pytorch_lightning as pl
-from lightning_ddp import CustomDDPStrategy
-from pytorch_lightning.demos.boring_classes import BoringModel
+ALONE = f"""{TRAINS}
 from pytorch_lightning.plugins import TorchCheckpointIO
 
 class Slow(TorchCheckpointIO):
@@ -485,12 +470,8 @@ class Model(BoringModel):
             os._exit(0)
 
 if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy=CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Slow()), accelerator="cpu",
-        devices=1, max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Model())
+    strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Slow())
+    trainer(strategy, devices=1, max_steps=2).fit(Model())
     print("fitted", flush=True)
 """
 
@@ -633,24 +614,18 @@ def test_bad_arguments_are_named_and_nothing_is_left(arguments, message) -> None
     assert message in result.stderr
 
 
-OWN_LAUNCHER = """
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
+OWN_LAUNCHER = f"""{TRAINS}
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
-import lightning_ddp
 
 class Strategy(lightning_ddp.CustomDDPStrategy):
     def _configure_launcher(self):
         arguments = self.cluster_environment, self.num_processes, self.num_nodes
         self._launcher = _SubprocessScriptLauncher(*arguments)
 
-trainer = pl.Trainer(
-    strategy=Strategy(), accelerator="cpu", devices=2, max_steps=2, limit_val_batches=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(BoringModel())
-trainer.validate(BoringModel(), verbose=False)
-print("trained", trainer.world_size, flush=True)
+ours = trainer(Strategy(), max_steps=2, limit_val_batches=1)
+ours.fit(BoringModel())
+ours.validate(BoringModel(), verbose=False)
+print("trained", ours.world_size, flush=True)
 """
 
 
@@ -658,12 +633,7 @@ def test_a_strategy_with_a_launcher_of_the_users_trains_and_validates() -> None:
     assert run_script(OWN_LAUNCHER, timeout_s=DEADLINE_S).check().stdout.count("trained 2\n") == 2
 
 
-BAD_MODEL = """
-import torch
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp, os, sys
-
+BAD_MODEL = f"""{TRAINS}
 class Model(BoringModel):
     def __init__(self):
         super().__init__()
@@ -677,10 +647,7 @@ class Model(BoringModel):
             self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
 
 if __name__ == "__main__":
-    pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Model())
+    trainer(max_steps=3).fit(Model())
 """
 
 
@@ -719,14 +686,8 @@ def test_a_model_that_cannot_be_trained_is_an_error_that_names_the_cause(kind, m
         assert message in result.stderr
 
 
-WITHOUT_GUARD = """
-import sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])
-pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+WITHOUT_GUARD = f"""{TRAINS}
+trainer(lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])).fit(BoringModel())
 """
 
 
@@ -740,17 +701,11 @@ def test_a_script_without_a_main_guard_is_told_of_it(start_method) -> None:
     assert "the process exited with code 1; its output is above" in result.stderr
 
 
-UNPICKLABLE = """
-import sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
+UNPICKLABLE = f"""{TRAINS}
 if __name__ == "__main__":
     model = BoringModel()
-    model.layer.extra = {"names": ["a", lambda x: x]}
-    strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])
-    pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False).fit(model)
+    model.layer.extra = ["a", lambda x: x]
+    trainer(lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])).fit(model)
 """
 
 
