@@ -796,7 +796,7 @@ def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None
     ours.rendezvous.host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
     who, settings = Identity(rank=0, node_rank=0), SupervisionSettings()
     store = ours.rendezvous.hosted
-    server = ours.open_server("127.0.0.1", store, identity=who, world_size=1, num_nodes=1, settings=settings)
+    server = ours.open_server("127.0.0.1", store, world_size=1, num_nodes=1, settings=settings)
     listener = server._connections._listener
     try:
         ours.connect(store, who, settings, timeout_s=DEADLINE_S)

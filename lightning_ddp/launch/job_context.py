@@ -148,7 +148,6 @@ class JobContext:
         address: str,
         store: Any,
         *,
-        identity: Identity,
         world_size: int,
         num_nodes: int,
         settings: SupervisionSettings,
@@ -159,8 +158,7 @@ class JobContext:
         It is in this process; or for a rank 0 under `run` in the supervisor, then None is returned.
 
         Args:
-            identity: this process.
-            processes: the processes of this node; None for this one's children.
+            processes: the processes of this node, if this one is no rank; None for its children in rank 0.
         """
         shared = self.rendezvous.token
         options: dict[str, Any] = {
@@ -170,16 +168,17 @@ class JobContext:
             # /etc/hosts often maps a node's own name to the loopback, where the others could not reach it
             "any_interface": num_nodes > 1 and is_loopback(address),
         }
+        who = Identity(rank=0 if processes is None else -1, node_rank=0)
         link = self.children.remote
         if link is not None:
             port = link.open_server(address, **options)
-            identity = Identity(rank=-1, node_rank=0, pid=link.supervisor)
+            who = Identity(rank=-1, node_rank=0, pid=link.supervisor)
         else:
             self.control.server = ControlServer(address, processes=processes or self.children, **options)
             port = self.control.server.port
         published = "" if shared else options["token"]
-        who = (identity.rank, identity.node_rank, identity.host, identity.pid)
-        store.set(_STORE_KEY, "\n".join(map(str, (address, port, published, *who))))
+        entry = (address, port, published, who.rank, who.node_rank, who.host, who.pid)
+        store.set(_STORE_KEY, "\n".join(map(str, entry)))
         return self.control.server
 
     def find_server(self, store: Any) -> ServerAddress:
@@ -393,7 +392,6 @@ class Joining:
                 context.open_server(
                     self._main_address,
                     store,
-                    identity=identity,
                     world_size=self._world_size,
                     num_nodes=self.num_nodes,
                     settings=settings,

@@ -26,7 +26,6 @@ from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job
 from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.launch.rendezvous import HostedStore
 from lightning_ddp.launch.supervised import supervisor_link
-from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
 if TYPE_CHECKING:
@@ -134,7 +133,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             context.open_server(
                 address,
                 rendezvous.hosted,
-                identity=Identity(rank=0, node_rank=0),
                 world_size=world_size,
                 num_nodes=self.num_nodes,
                 settings=self._settings,

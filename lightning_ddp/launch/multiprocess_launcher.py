@@ -135,7 +135,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         variables |= rendezvous.handed
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        server = self._open_server(context, node_rank) if is_enabled() and node_rank == 0 else None
+        server = self._open_server(context) if is_enabled() and node_rank == 0 else None
         guard = Guard(ends_launcher=False)
         self._scratch = tempfile.mkdtemp(prefix="ddp-")
         remove_scratch = Finalize(None, shutil.rmtree, (self._scratch, True), exitpriority=-100)
@@ -177,12 +177,11 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if not any(map(_runs, self.procs)):  # else it is removed once they have been waited for at exit
                 remove_scratch()
 
-    def _open_server(self, context: JobContext, node_rank: int) -> ControlServer:
+    def _open_server(self, context: JobContext) -> ControlServer:
         strategy = self._owner
         server = context.open_server(
             strategy.cluster_environment.main_address,
             context.rendezvous.hosted,
-            identity=Identity(rank=-1, node_rank=node_rank),
             world_size=strategy.num_processes * strategy.num_nodes,
             num_nodes=strategy.num_nodes,
             settings=self._settings,
