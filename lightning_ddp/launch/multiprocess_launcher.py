@@ -230,7 +230,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             for local_rank, code in codes.items():
                 if local_rank not in told and (code or (code == 0 and (goes_on or not server.has_met))):
                     told.add(local_rank)
-                    pid, rank = self.procs[local_rank].pid, self._first_rank + local_rank
+                    pid, rank = self.procs[local_rank].pid or 0, self._first_rank + local_rank
                     server.tell(Exited(exit_record(Identity(rank=rank, node_rank=0, pid=pid), code)))
             failure = server.wait_for_verdict(0.0)
             counting = [n for n in codes if not codes[n] or not server.goes_on_without(self._first_rank + n)]
@@ -253,7 +253,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         """Continue processes that are stopped, so that they hear of the failure."""
         for process in filter(_runs, self.procs):
             with suppress(ProcessLookupError):  # the main thread has just waited for it
-                os.kill(process.pid, signal.SIGCONT)
+                os.kill(process.pid or 0, signal.SIGCONT)
 
     def kill_one(self, pid: int) -> None:
         """Kill a process that the others go on without."""
