@@ -53,7 +53,7 @@ class _Slot:
     number: int = 0
     """Number of the last process that was started in the place of a lost one."""
     end: FailureRecord | None = None
-    """End of that process."""
+    """End of its last process."""
 
 
 @dataclass(eq=False)
@@ -216,12 +216,12 @@ class Children(LocalProcesses):
 
     def _ended(self, child: _Child, code: int) -> None:
         who = Identity(rank=self._rank(child.slot), node_rank=self.node_rank, pid=child.process.pid)
-        record = exit_record(who, code, child.log)
+        record, has_failed = exit_record(who, code, child.log), code != 0 or not self._has_met()
         with self._changed:
             is_telling = not self._is_stopping
-            if is_telling and self._first is None and (code != 0 or not self._has_met()):
-                self._first = record
-            if child.number:
+            if is_telling and has_failed:
+                self._first = self._first or record
+            if child.number == child.slot.number:
                 child.slot.end = record
         if is_telling:
             self._on_end(record)
