@@ -28,7 +28,7 @@ from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import interface, rendezvous
 from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch.processes import Children
-from lightning_ddp.launch.program import ChildCommand, Program
+from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 
@@ -562,17 +562,31 @@ while not folder.joinpath("go").exists():
 """
 
 
-def python(source: str, *arguments: str, **more: Any) -> ChildCommand:
-    """The command that runs a text."""
-    return ChildCommand(program=Program("script", "-c", [source, *arguments]), cwd=os.getcwd(), **more)
+def children_of(
+    source: str, *arguments: str, num: int = 1, logs: Path | None = None
+) -> tuple[Children, list[FailureRecord]]:
+    """Children that will run a text, and what is told of their ends."""
+    ended: list[FailureRecord] = []
+    children = Children(ended.append)
+    program = Program("script", "-c", [source, *arguments])
+    children.launch = Launch(
+        command=ChildCommand(program=program, cwd=os.getcwd(), logs=logs),
+        environment=dict(os.environ),
+        first_rank=0,
+        node_rank=0,
+        num_ranks=1 + num,
+        is_later=False,
+        goes_on=False,
+        grace_s=1.0,
+    )
+    return children, ended
 
 
 def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
-    ended: list[FailureRecord] = []
-    children = Children(ended.append)
+    children, ended = children_of(WITH_DEATH_SIGNAL, str(tmp_path))
 
     def start() -> None:
-        children.start(1, python(WITH_DEATH_SIGNAL, str(tmp_path)), dict(os.environ))
+        children.start_all()
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
 
@@ -580,7 +594,7 @@ def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
     thread.start()
     thread.join(DEADLINE_S)
     (tmp_path / "go").touch()
-    assert children.join(DEADLINE_S)
+    children.end(DEADLINE_S)
     assert [record.exit_code for record in ended] == [0]
 
 
@@ -770,23 +784,20 @@ def test_a_malformed_port_is_named(monkeypatch) -> None:
 
 
 def test_each_end_of_a_child_is_reported_at_once() -> None:
-    ended: list[FailureRecord] = []
-    children = Children(ended.append)
-    for rank in (1, 2):
-        children.start(rank, python("import signal; signal.pause()"), dict(os.environ))
+    children, ended = children_of("import signal; signal.pause()", num=2)
+    children.start_all()
     children.send_signal(signal.SIGTERM)
-    assert children.join(20)
+    children.end(DEADLINE_S)
     assert sorted(record.rank for record in ended) == [1, 2]
     assert {record.exit_code for record in ended} == {-signal.SIGTERM}
     assert children.first_failure() in ended
 
 
 def test_the_end_of_a_child_is_reported_also_when_its_log_has_been_removed(tmp_path) -> None:
-    ended: list[FailureRecord] = []
-    children = Children(ended.append)
     source = "import os, sys; os.unlink(sys.argv[1]); sys.exit(3)"
-    children.start(1, python(source, str(tmp_path / "1.log"), logs=tmp_path), dict(os.environ))
-    assert children.join(20)
+    children, ended = children_of(source, str(tmp_path / "1.log"), logs=tmp_path)
+    children.start_all()
+    children.end(DEADLINE_S)
     assert [(record.exit_code, record.traceback) for record in ended] == [(3, None)]
 
 
@@ -862,11 +873,9 @@ def test_nothing_of_a_fit_stays_in_a_process_that_only_waits_for_the_ranks(strat
 
 
 def test_children_that_do_not_end_in_time_are_killed_and_named(capsys) -> None:
-    ended: list[FailureRecord] = []
-    children = Children(ended.append)
-    for rank, source in enumerate(["", "import signal; signal.pause()"], start=1):
-        children.start(rank, python(source), dict(os.environ))
-    assert children.procs[0].wait() == 0
+    source = "import os, signal; os.environ['LOCAL_RANK'] == '2' and signal.pause()"
+    children, ended = children_of(source, num=2)
+    children.start_all()
     while not ended:
         time.sleep(0.01)
     children.end(0.0)

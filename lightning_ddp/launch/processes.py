@@ -48,8 +48,6 @@ class _Slot:
     """Place of a rank on this node."""
 
     local_rank: int
-    command: ChildCommand
-    environment: Mapping[str, str]
     number: int = 0
     """Number of the last process that was started in the place of a lost one."""
     end: FailureRecord | None = None
@@ -144,26 +142,11 @@ class Children(LocalProcesses):
         """Start the ranks of `launch`, and a guard that kills those which do not hear of a failure."""
         assert self.launch is not None  # it was set
         for local_rank in range(int(self._is_rank), self.launch.num_ranks):
-            environment = {**self.launch.environment, "LOCAL_RANK": str(local_rank)}
-            is_later = self.launch.is_later or local_rank == 0
-            self.start(local_rank, self.launch.command, environment, is_later=is_later)
+            self._slots[local_rank] = _Slot(local_rank)
+            if local_rank > 0 and not self.launch.is_later:
+                self._start(self.launch, self._slots[local_rank])
         if self._slots:
             self._guard = Guard(ends_launcher=self._is_rank)
-
-    def start(
-        self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_later: bool = False
-    ) -> None:
-        """Start one child.
-
-        Args:
-            local_rank: its rank on this node.
-            command: its program.
-            env: all of its environment.
-            is_later: True to start it only by `start_again`, as the job has begun already.
-        """
-        self._slots[local_rank] = _Slot(local_rank, command, env)
-        if not is_later:
-            self._start(self._slots[local_rank])
 
     def start_again(self, place: int, number: int) -> None:
         """Start a process in the slot of a lost one, which is killed if it only stands still. Thread-safe.
@@ -178,7 +161,7 @@ class Children(LocalProcesses):
             self.remote.start_again(place, number)
             return
         slot = self._slots.get(place - self.first_rank)
-        if slot is None or self.are_ending:
+        if self.launch is None or slot is None or self.are_ending:
             return
         if number <= slot.number:
             if slot.end is not None:
@@ -189,22 +172,22 @@ class Children(LocalProcesses):
             lost = [child.process for child in self._alive if child.slot is slot]
         for process in lost:
             process.send_signal(signal.SIGKILL)
-        self._start(slot)
+        self._start(self.launch, slot)
 
-    def _start(self, slot: _Slot) -> None:
+    def _start(self, launch: Launch, slot: _Slot) -> None:
         started: Future[None] = Future()
-        name = f"child-{self._rank(slot)}"
-        threading.Thread(target=self._start_and_watch, args=(slot, started), daemon=True, name=name).start()
+        arguments, name = (launch, slot, started), f"child-{self._rank(slot)}"
+        threading.Thread(target=self._start_and_watch, args=arguments, daemon=True, name=name).start()
         started.result()
 
-    def _start_and_watch(self, slot: _Slot, started: Future[None]) -> None:
+    def _start_and_watch(self, launch: Launch, slot: _Slot, started: Future[None]) -> None:
         # Linux sends a process its death signal when the thread ends that has started it
-        environment = slot.environment
+        environment = {**launch.environment, "LOCAL_RANK": str(slot.local_rank)}
         if slot.number:
-            environment = {**environment, JOIN_VARIABLE: str(slot.number)}
-        log = slot.command.log_of(self._rank(slot))
+            environment[JOIN_VARIABLE] = str(slot.number)
+        log = launch.command.log_of(self._rank(slot))
         try:
-            child = _Child(slot, slot.number, self._starter(slot.command, environment, log), log)
+            child = _Child(slot, slot.number, self._starter(launch.command, environment, log), log)
         except BaseException as error:  # noqa: BLE001 (raised in the thread that starts it)
             started.set_exception(error)
             return
