@@ -83,9 +83,11 @@ _OTHERS = {
     "CSVLogger": ("loggers", "CSVLogger"),
     "CSVWriter": ("loggers.csv_logs", "ExperimentWriter"),
     "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
+    "GlobalStateSnapshot": ("strategies.launchers.multiprocessing", "_GlobalStateSnapshot"),
     "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
     "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
     "call_teardown_hook": ("trainer.call", "_call_teardown_hook"),
+    "check_bad_cuda_fork": ("fabric:strategies.launchers.multiprocessing", "_check_bad_cuda_fork"),
     "check_missing_main_guard": ("fabric:strategies.launchers.multiprocessing", "_check_missing_main_guard"),
     "interrupt_trainer": ("trainer.call", "_interrupt"),
     "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
@@ -95,13 +97,6 @@ _OTHERS = {
 
 
 # ---------------------------------------------------------------------- the two namespaces
-
-
-def process_arguments(launch: types.FrameType) -> list[Any]:
-    """Return the arguments of each process, without its number, from a frame of `launch`."""
-    if "process_args" not in launch.f_locals:
-        raise UnsupportedVersionError("this Lightning starts processes with other arguments")
-    return list(launch.f_locals["process_args"])
 
 
 def read_rank_again(rank: int, local_rank: int) -> None:
@@ -323,6 +318,8 @@ def _function(name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: lightnings(name, _root_of(next(iter(args), None)))(*args, **kwargs)
 
 
+check_bad_cuda_fork = _function("check_bad_cuda_fork")
+"""Refuse to fork a process that has used CUDA."""
 check_missing_main_guard = _function("check_missing_main_guard")
 """Refuse to start processes in a process that still imports the script."""
 interrupt_trainer = _function("interrupt_trainer")
@@ -335,6 +332,11 @@ set_num_threads_if_needed = _function("set_num_threads_if_needed")
 """Divide the processors of this host among its processes."""
 unshare = _function("unshare")
 """Copy models that were sent to a new process from shared to own memory."""
+
+
+def capture_globals() -> Any:
+    """Return torch's flags and the states of all random generators, which a spawned process takes over."""
+    return lightnings("GlobalStateSnapshot").capture()
 
 
 def num_cuda_devices() -> int:

@@ -169,7 +169,7 @@ class StrategyCore:
 
         Collective: all ranks must call it.
         """
-        from lightning_ddp.launch.joining import Joining
+        from lightning_ddp.launch.job_context import Joining
 
         self._session = session
         joining = Joining(

@@ -937,12 +937,12 @@ def test_a_rank_that_reads_nothing_is_hung_up_on_and_costs_the_server_no_more_me
 
 @pytest.mark.parametrize("has_token", [True, False])
 def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token) -> None:
-    store, identity = dist.HashStore(), Identity(rank=0, node_rank=0)
+    store = dist.HashStore()
     if has_token:
         monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
     session = JobContext()
     server = session.open_server(
-        "127.0.0.1", store, identity=identity, world_size=2, num_nodes=2, settings=SupervisionSettings()
+        "127.0.0.1", store, world_size=2, num_nodes=2, settings=SupervisionSettings()
     )
     try:
         assert (TOKEN.encode() in store.get("lightning_ddp/control_server")) is False

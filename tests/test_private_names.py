@@ -1068,34 +1068,29 @@ def test_a_process_of_a_function_calls_it_and_sends_its_result(monkeypatch) -> N
     assert launcher.procs == []
 
 
-@canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher.launch")
-def test_it_is_known_what_a_process_of_a_function_was_started_with(monkeypatch) -> None:
-    """The list `process_args`, when the launcher sets its `procs`."""
-    monkeypatch.setenv("MASTER_PORT", "1")  # which it sets itself
-    started = []
+@canary("lightning_fabric.strategies.launchers.multiprocessing._check_bad_cuda_fork")
+def test_a_process_that_was_forked_with_cuda_is_not_forked(monkeypatch) -> None:
+    """Which torch knows."""
+    _lightning.check_bad_cuda_fork()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess"):
+        _lightning.check_bad_cuda_fork()
 
-    class Launcher(_lightning.MultiProcessingLauncher):
-        @property
-        def procs(self) -> Any:
-            return []
 
-        @procs.setter
-        def procs(self, processes: Any) -> None:
-            if processes:
-                started.append(_lightning.process_arguments(sys._getframe(1)))
-                raise StopIteration
-
-    def start_processes(function: Any, args: Any, **options: Any) -> Any:
-        started.append(args)
-        return SimpleNamespace(processes=[function])
-
-    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
-    strategy = DDPStrategy(parallel_devices=[CPU])
-    strategy.cluster_environment = LightningEnvironment()
-    with pytest.raises(StopIteration):
-        Launcher(strategy, start_method="forkserver").launch(operator.add, 1, 2)
-    assert started[0] == started[1]
-    assert started[1][:4] == [None, operator.add, (1, 2), {}]
+@canary(
+    "pytorch_lightning.strategies.launchers.multiprocessing._GlobalStateSnapshot",
+    "pytorch_lightning.strategies.launchers._MultiProcessingLauncher._wrapping_function",
+)
+def test_a_spawned_process_draws_as_the_launching_one(monkeypatch) -> None:
+    """And has torch's flags: the last argument of the function that it runs."""
+    for name in ("LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "0")  # which it sets itself
+    launcher = _lightning.MultiProcessingLauncher(DDPStrategy(parallel_devices=[CPU]), start_method="spawn")
+    globals_of_torch, results = _lightning.capture_globals(), queue.SimpleQueue()
+    for _ in range(2):
+        launcher._wrapping_function(0, None, random.random, (), {}, results, globals_of_torch)
+    assert results.get() == results.get()
 
 
 @canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher._collect_rank_zero_results")

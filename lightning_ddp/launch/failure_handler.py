@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -23,11 +24,10 @@ from lightning_ddp.comm.exit import before_gloo_ends_the_process
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
-from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
-from lightning_ddp.launch.end_limit import EndLimit
 from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
-from lightning_ddp.launch.last_words import exit_now, fill_error_file
+from lightning_ddp.launch.last_words import EndLimit, exit_now, fill_error_file
+from lightning_ddp.launch.processes import Children
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
@@ -102,7 +102,7 @@ class FailureHandler:
         self._children = children
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
-        self.end_limit = EndLimit(children, self.wait_for_verdict)
+        self.end_limit = EndLimit()
         self._parent_pid: int | None = None
         self._called_within_s = ECHO_WAIT_S + 3.0
         self._own: FailureRecord | None = None
@@ -144,7 +144,7 @@ class FailureHandler:
     @property
     def is_launcher(self) -> bool:
         """True if this process starts the others of its node."""
-        return self._children.first_rank is not None
+        return self._children.launch is not None
 
     @property
     def _is_between_runs(self) -> bool:
@@ -207,14 +207,12 @@ class FailureHandler:
         self._settings = self.end_limit.settings = settings
         identity, self._parent_pid = replace(identity, start=start), parent_pid
         parent = None
-        if parent_pid is not None:
-            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
-            if (parent.pid, parent.host) == (server.identity.pid, server.identity.host):
-                parent = server.identity
-            elif parent.node_rank == server.identity.node_rank:
-                parent = None  # that of forkserver, whose end concerns nobody
-        if identity.node_rank != server.identity.node_rank:  # the order has to come from there
-            self._called_within_s += settings.heartbeat_timeout_s
+        if identity.node_rank != server.identity.node_rank:
+            self._called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
+            if parent_pid is not None:
+                parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
+        elif parent_pid == server.identity.pid:  # else the one of forkserver, whose end concerns nobody
+            parent = server.identity
         self.watch = ControlClient(
             server,
             identity,
@@ -236,19 +234,24 @@ class FailureHandler:
         self.inspector.attach(self.watch)
         self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
-        self._stop_signals = StopSignals(
-            self.watch,
-            is_between=lambda: self._is_between_runs,
-            is_ending=lambda: self.is_ending or self.has_left,
-            request=self._requested_by,
-            numbers=[settings.preemption.number] if settings.preemption is not None else [],
-        )
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Wait until all ranks have connected; raise `RendezvousError` or `PeerFailure`."""
         if self.watch is not None:
             self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
+
+    def handle_stop_signals(self) -> None:
+        """Let SIGTERM stop all ranks at a step boundary; until then it ends this process, which waits."""
+        if self.watch is not None and self._stop_signals is None:
+            preemption = self._settings.preemption
+            self._stop_signals = StopSignals(
+                self.watch,
+                is_between=lambda: self._is_between_runs,
+                is_ending=lambda: self.is_ending or self.has_left,
+                request=self._requested_by,
+                numbers=[preemption.number] if preemption is not None else [],
+            )
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
@@ -599,7 +602,8 @@ class FailureHandler:
 
     def _limit_end(self) -> None:
         if self.is_over or not self.alarm.is_silent:
-            self.end_limit.set(is_needed=self.watch is not None and self.watch.failure is None)
+            is_first = self.watch is not None and self.watch.failure is None
+            self.end_limit.set(is_needed=is_first or self.is_launcher)
 
     def may_begin_anew(self) -> bool:
         """Return True if the job has failed with an exception, so that all ranks may fit again."""
@@ -620,7 +624,7 @@ class FailureHandler:
 
     def restore_handlers(self) -> None:
         """Give back the signals and timers that this process has taken for the job."""
-        self.end_limit.cancel()
+        faulthandler.cancel_dump_traceback_later()
         if self.end_limit.is_set:
             self._tell_guard(False)
         forbid_stack()

@@ -1,7 +1,4 @@
-"""SIGTERM, which stops all ranks at a step boundary, or makes one leave; a second one exits at once.
-
-While a rank waits for others, which it prints in a line, SIGTERM and Ctrl-C end it at once.
-"""
+"""Signals: while a rank waits for others, at the step boundaries of a run, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,25 +10,30 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from lightning_ddp.errors import RendezvousError
+from lightning_ddp._lightning import (
+    at_step_boundaries,
+    is_fitting,
+    note_sigterm,
+    replace_signal_handlers,
+    sigterm_exception,
+)
 from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
-from lightning_ddp.supervise.orders import Wish
+from lightning_ddp.supervise.orders import Wish, WishKind
+from lightning_ddp.supervise.rank_state import Passage
 
-__all__ = ["StopSignals", "WaitSignals", "describe_rank", "second_interrupt_ends", "tell_long_wait"]
+if TYPE_CHECKING:
+    from lightning_ddp._lightning import Trainer
+    from lightning_ddp.launch.job_context import JobContext
+
+__all__ = ["StepStop", "StopSignals", "ended_by_interrupt", "second_interrupt_ends", "tell_long_wait"]
 
 LONG_S = 5.0
-_REACTS_WITHIN_S = 1.0
 _IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02
-
-
-def describe_rank(rank: int) -> str:
-    """Describe this process."""
-    return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
     """Print in a line what this rank waits for in this context, after 5 s; calls `what` in a thread."""
 
     def tell() -> None:
-        who = describe_rank(rank)
+        who = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
         print(f"lightning_ddp: {who} has waited {LONG_S:g} s for {what()}", file=sys.stderr, flush=True)
 
     timer = threading.Timer(LONG_S, tell)
@@ -51,78 +53,21 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
         timer.cancel()
 
 
-class WaitSignals:
-    """Context in which a rank waits for others, and SIGTERM and Ctrl-C end it at once.
+@contextmanager
+def ended_by_interrupt() -> Generator[None, None, None]:
+    """Let Ctrl-C end this process at once in this context, as SIGTERM does, also in C++.
 
-    SIGTERM raises `RendezvousError` and Ctrl-C `KeyboardInterrupt`. If the main thread waits in C++, where it
-    raises nothing, another thread ends the process. Does nothing outside of the main thread.
-
-    Args:
-        who: this process, for people.
-        what: what it waits for, for people. Thread-safe.
-        end: called with the reason in the other thread, before that ends the process.
+    Does nothing outside of the main thread, or where the script has a handler of its own.
     """
-
-    def __init__(self, who: str, what: Callable[[], str], end: Callable[[str], None]) -> None:
-        self._who, self._what, self._end = who, what, end
-        self._begun_at = time.monotonic()
-        self.is_on = False
-        """True in the context."""
-        self.previous: dict[int, Any] = {}
-        """Handlers that this one replaces."""
-        self._has_reacted = threading.Event()
-        self._wakes: tuple[socket.socket, socket.socket] | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        usual = {signal.SIGTERM: None, signal.SIGINT: signal.default_int_handler}
-        for number, only in usual.items():
-            previous = signal.getsignal(number)
-            if previous is not signal.SIG_IGN and only in (None, previous):
-                self.previous[number] = previous
-                signal.signal(number, self.on_signal)
-        self.is_on = True
-        reading, writing = socket.socketpair()
-        writing.setblocking(False)
-        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # somebody else has need of it: then signals wait where the main thread does
-            signal.set_wakeup_fd(before)
-            return
-        self._wakes = (reading, writing)
-        threading.Thread(target=self._look, args=(reading,), daemon=True, name="wait-signals").start()
-
-    def __exit__(self, *error: object) -> None:
-        self.is_on = False
-        if self._wakes is not None:
-            signal.set_wakeup_fd(-1)
-            self._wakes[1].close()  # the thread closes the other one
-        for number, previous in self.previous.items():
-            if signal.getsignal(number) == self.on_signal:
-                signal.signal(number, previous)
-
-    def on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Raise `RendezvousError` for SIGTERM, `KeyboardInterrupt` for SIGINT."""
-        self._has_reacted.set()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt(self._message(number))
-        if callable(self.previous.get(number)):
-            self.previous[number](number, frame)
-        raise RendezvousError(self._message(number))
-
-    def _message(self, number: int) -> str:
-        name, waited_s = signal.Signals(number).name, time.monotonic() - self._begun_at
-        return f"{self._who}: {name} after it had waited {waited_s:.0f} s for {self._what()}"
-
-    def _look(self, reading: socket.socket) -> None:
-        with reading:
-            while data := reading.recv(1):
-                if data[0] in self.previous and not self._has_reacted.wait(_REACTS_WITHIN_S) and self.is_on:
-                    message = self._message(data[0])
-                    print(f"lightning_ddp: {message}", file=sys.stderr, flush=True)
-                    with suppress(BaseException):  # whatever comes, it is to end
-                        self._end(message)
-                    os._exit(128 + data[0])
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class StopSignals:
@@ -153,14 +98,9 @@ class StopSignals:
         self._num_received = 0
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
-        self._wait: WaitSignals | None = None
         if threading.current_thread() is threading.main_thread():
             for number in {signal.SIGTERM, *numbers}:
                 self._previous[number] = signal.signal(number, self._on_signal)
-            wait = getattr(self._previous[signal.SIGTERM], "__self__", None)
-            if isinstance(wait, WaitSignals):
-                self._wait = wait
-                self._previous[signal.SIGTERM] = wait.previous.get(signal.SIGTERM)
 
     def restore(self) -> None:
         """Restore the previous handlers, unless somebody has replaced this one."""
@@ -171,19 +111,15 @@ class StopSignals:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         previous = self._previous.get(number)
         is_inherited = os.getpid() != self._pid  # such as a worker of a data loader
-        is_between = not is_inherited and self._is_between()
-        if is_between and previous not in (None, signal.SIG_DFL):
-            if callable(previous):
+        if is_inherited or self._is_between():
+            if callable(previous) and not is_inherited:
                 previous(number, frame)
-            return
-        if is_inherited or is_between:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            elif is_inherited or previous is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if self._is_ending():
             return
-        if self._wait is not None and self._wait.is_on and number == signal.SIGTERM:
-            self._wait.on_signal(number, frame)
         self._num_received += 1
         if self._num_received > 1:
             name = signal.Signals(number).name
@@ -193,6 +129,68 @@ class StopSignals:
         self._watch.ask(self._request(int(number)))
         if callable(previous):
             previous(number, frame)
+
+
+class StepStop:
+    """Stops the loops of one Trainer for a signal, at the step boundary on which all ranks agree.
+
+    Lightning asks for a signal with a collective in every step. Here the loops read the order of the control
+    channel, which costs a lock and a counter.
+    """
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._trainer: Trainer | None = None
+        self._requeue: Any = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Replace Lightning's handlers, where there is a control channel, before it registers them."""
+        self._context.control.follow(trainer)  # another launcher may have begun its run
+        if self._context.control.watch is None or self._trainer is trainer:
+            return
+        self._trainer = trainer
+        self._requeue = replace_signal_handlers(
+            trainer, on_sigterm=_leave_to_stop_signals, on_requeue=self._ask_to_stop
+        )
+        # where the run continues without ranks, the loop is wrapped, and calls it also on a rank alone
+        at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
+
+    def check(self) -> bool:
+        """Pass a step boundary; return True if all ranks meet here, as others join or leave.
+
+        All ranks pass the same boundaries.
+
+        Raises:
+            SIGTERMException: all ranks stop here.
+            PeerFailure: another rank failed.
+        """
+        ours = self._context.control
+        if self._trainer is None or (passage := ours.reached_step_boundary()) is Passage.GO:
+            return False
+        if passage is Passage.MEET:
+            return True
+        note_sigterm(self._trainer)
+        wish = ours.watch.state.stops_for if ours.watch is not None else None
+        if wish is not None and wish.is_requeue:
+            # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
+            self._requeue(wish.signal, None)
+        raise sigterm_exception(self._trainer)
+
+    def check_evaluation(self) -> None:
+        """Pass a step of an evaluation: a boundary unless it belongs to a fit, which has its own."""
+        self._context.control.interrupt.activity.advance()
+        if self._trainer is not None and not is_fitting(self._trainer):
+            self.check()
+
+    def _ask_to_stop(self, number: int, frame: types.FrameType | None) -> None:
+        """Handle the signal by which SLURM announces the end of a job."""
+        watch = self._context.control.watch
+        if watch is not None:
+            watch.ask(Wish(WishKind.STOP, int(number), is_requeue=True))
+
+
+def _leave_to_stop_signals(number: int, frame: types.FrameType | None) -> None:
+    """Do nothing in place of Lightning's handler: `StopSignals` has its own, which Lightning calls next."""
 
 
 def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:

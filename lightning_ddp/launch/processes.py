@@ -1,0 +1,291 @@
+"""The other ranks of a node: started, each watched by a thread, and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_ddp.launch.child_process import PARENT_VARIABLE, child_environment
+from lightning_ddp.launch.program import ChildCommand, Launch
+from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
+from lightning_ddp.supervise.guard import Guard
+from lightning_ddp.supervise.job_control import LocalProcesses
+
+if TYPE_CHECKING:
+    from lightning_ddp.launch.supervised import SupervisorLink
+
+__all__ = ["ChildProcess", "Children", "exit_message", "exit_record"]
+
+_LAST_LINES, _LAST_BYTES = 30, 64 * 1024
+_STOP_GRACE_S = 5.0
+
+
+class ChildProcess(Protocol):
+    """Part of `subprocess.Popen` that is used here."""
+
+    pid: int
+    returncode: Any
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal unless it has ended."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Place of a rank on this node."""
+
+    local_rank: int
+    number: int = 0
+    """Number of the last process that was started in the place of a lost one."""
+    end: FailureRecord | None = None
+    """End of its last process."""
+
+
+@dataclass(eq=False)
+class _Child:
+    """A process that was started."""
+
+    slot: _Slot
+    number: int
+    """As of its slot; 0 for a process that began with the job."""
+    process: ChildProcess
+    log: Path | None
+
+
+def exit_message(code: int, log: Path | None = None) -> str:
+    """Describe the end of a process, and say where its output is."""
+    how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
+    return f"the process {how}; its output is {'above' if log is None else f'in {log}'}"
+
+
+def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRecord:
+    """Return the failure of a process that ended, with the last lines of its log."""
+    last_lines = None
+    if log is not None:
+        with contextlib.suppress(OSError), log.open("rb") as file:  # somebody may have removed it
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            last_lines = "\n".join(lines[-_LAST_LINES:]) or None
+    return FailureRecord.of_identity(who, exit_message(code, log), exit_code=code, traceback=last_lines)
+
+
+class Children(LocalProcesses):
+    """Processes that run next to this one; none until the first is started.
+
+    Args:
+        on_end: called with each child that ends, in the thread that watches it.
+        has_met: returns True once all ranks have connected: a child that ends before that has failed.
+        starter: starts a process of a command, with its environment variables and its log; None for Python,
+            where this process is the first rank of the node itself.
+    """
+
+    def __init__(
+        self,
+        on_end: Callable[[FailureRecord], None],
+        has_met: Callable[[], bool] = lambda: True,
+        starter: Callable[[ChildCommand, Mapping[str, str], Path | None], ChildProcess] | None = None,
+    ) -> None:
+        self.remote: SupervisorLink | None = None
+        """In rank 0 under `run`: what starts and ends the others of its node instead."""
+        self.launch: Launch | None = None
+        """Ranks of this node, if this process starts them."""
+        self.are_ending = False
+        """True once no other process is started in the place of a lost one."""
+        self._on_end = on_end
+        self._has_met = has_met
+        self._starter, self._is_rank = starter or _start_python, starter is None
+        self._slots: dict[int, _Slot] = {}
+        self._started: list[_Child] = []
+        self._alive: list[_Child] = []
+        """Children that have not ended, or whose end is not reported yet."""
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._first: FailureRecord | None = None
+        self._guard: Guard | None = None
+
+    @property
+    def procs(self) -> list[ChildProcess]:
+        """All processes that were started."""
+        return [child.process for child in self._started]
+
+    @property
+    def are_of_this_process(self) -> bool:
+        """True if this process launched the others of its node, by itself or by its supervisor."""
+        return self.launch is not None or self.remote is not None
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of the first process of this node."""
+        return 0 if self.launch is None else self.launch.first_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this node."""
+        return 0 if self.launch is None else self.launch.node_rank
+
+    # ------------------------------------------------------------------ start
+
+    def start_all(self) -> None:
+        """Start the ranks of `launch`, and a guard that kills those which do not hear of a failure."""
+        assert self.launch is not None  # it was set
+        for local_rank in range(int(self._is_rank), self.launch.num_ranks):
+            self._slots[local_rank] = _Slot(local_rank)
+            if local_rank > 0 and not self.launch.is_later:
+                self._start(self.launch, self._slots[local_rank])
+        if self._slots:
+            self._guard = Guard(ends_launcher=self._is_rank)
+
+    def start_again(self, place: int, number: int) -> None:
+        """Start a process in the slot of a lost one, which is killed if it only stands still. Thread-safe.
+
+        If the process was started already, and has ended, that is reported once more.
+
+        Args:
+            place: rank of the slot in the beginning.
+            number: number of this start in the slot.
+        """
+        if self.remote is not None:
+            self.remote.start_again(place, number)
+            return
+        slot = self._slots.get(place - self.first_rank)
+        if self.launch is None or slot is None or self.are_ending:
+            return
+        if number <= slot.number:
+            if slot.end is not None:
+                self._on_end(slot.end)
+            return
+        slot.number, slot.end = number, None
+        with self._changed:
+            lost = [child.process for child in self._alive if child.slot is slot]
+        for process in lost:
+            process.send_signal(signal.SIGKILL)
+        self._start(self.launch, slot)
+
+    def _start(self, launch: Launch, slot: _Slot) -> None:
+        started: Future[None] = Future()
+        arguments, name = (launch, slot, started), f"child-{self._rank(slot)}"
+        threading.Thread(target=self._start_and_watch, args=arguments, daemon=True, name=name).start()
+        started.result()
+
+    def _start_and_watch(self, launch: Launch, slot: _Slot, started: Future[None]) -> None:
+        # Linux sends a process its death signal when the thread ends that has started it
+        environment = {**launch.environment, "LOCAL_RANK": str(slot.local_rank)}
+        if slot.number:
+            environment[JOIN_VARIABLE] = str(slot.number)
+        log = launch.command.log_of(self._rank(slot))
+        try:
+            child = _Child(slot, slot.number, self._starter(launch.command, environment, log), log)
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that starts it)
+            started.set_exception(error)
+            return
+        with self._changed:
+            self._started.append(child)
+            self._alive.append(child)
+        started.set_result(None)
+        self._ended(child, child.process.wait())
+
+    def _ended(self, child: _Child, code: int) -> None:
+        rank, pid = self._rank(child.slot), child.process.pid
+        who = Identity(rank=rank, node_rank=self.node_rank, pid=pid, start=child.number or None)
+        record, has_failed = exit_record(who, code, child.log), code != 0 or not self._has_met()
+        with self._changed:
+            is_telling = not self._is_stopping
+            if is_telling and has_failed:
+                self._first = self._first or record
+            if child.number == child.slot.number:
+                child.slot.end = record
+        if is_telling:
+            self._on_end(record)
+        with self._changed:
+            self._alive.remove(child)
+            self._changed.notify_all()
+
+    def _rank(self, slot: _Slot) -> int:
+        return self.first_rank + slot.local_rank
+
+    # ------------------------------------------------------------------ end
+
+    def first_failure(self) -> FailureRecord | None:
+        """Return the end of the first child that failed."""
+        return self._first
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds until all children have ended; return whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._alive, timeout=timeout_s)
+
+    def end(self, grace_s: float) -> None:
+        """Wait until all children have ended; kill those that have not after `grace_s` seconds."""
+        if not self.join(grace_s):
+            with self._changed:
+                self._is_stopping = True
+                late = [child for child in self._alive if child.process.returncode is None]
+            self.kill()
+            for child in late:
+                who = f"rank {self._rank(child.slot)} (pid {child.process.pid})"
+                print(f"lightning_ddp: {who} did not end, and was killed", file=sys.stderr)
+            self.join(_STOP_GRACE_S)
+        if self._guard is not None:
+            self._guard.end()
+
+    def end_new(self, is_left_out: Callable[[int], bool]) -> None:
+        """Kill replacements that are no members of the job, as they come too late.
+
+        Args:
+            is_left_out: returns True if a slot, known by its rank in the beginning, has no member.
+        """
+        for child in self._started:
+            if child.number and is_left_out(self._rank(child.slot)):
+                child.process.send_signal(signal.SIGKILL)
+
+    def wake(self) -> None:
+        """Continue children that are stopped, so that they hear of a failure."""
+        self.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill all children."""
+        if self.remote is not None:
+            self.remote.kill()
+        self.send_signal(signal.SIGKILL)
+
+    def kill_one(self, pid: int) -> None:
+        """Kill one child, without which the others continue."""
+        for process in self.procs:
+            if process.pid == pid:
+                process.send_signal(signal.SIGKILL)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill the child that had this rank in the beginning, if it is of this node."""
+        if self.remote is not None:
+            self.remote.kill_rank(rank)
+        for child in self._started:
+            if not child.number and self._rank(child.slot) == rank:
+                child.process.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all children."""
+        for process in self.procs:
+            process.send_signal(number)
+
+
+def _start_python(
+    command: ChildCommand, environment: Mapping[str, str], log: Path | None
+) -> subprocess.Popen[bytes]:
+    handed = () if command.handed is None else (command.handed.fileno(),)
+    variables = child_environment({**environment, PARENT_VARIABLE: str(os.getpid())})
+    options: dict[str, Any] = {"env": variables, "cwd": command.cwd, "pass_fds": handed}
+    with contextlib.nullcontext() if log is None else log.open("ab") as out:
+        return subprocess.Popen(command.arguments, stdout=out, stderr=out, **options)
