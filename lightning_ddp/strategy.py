@@ -167,7 +167,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         TypeError: An argument is unknown.
     """
 
-    _session: JobContext | None = None
+    _context: JobContext | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _observer: StepObserver = StepObserver()
@@ -237,8 +237,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             model_averaging_period=model_averaging_period,
             **options,
         )
-        recovery = self._reconcile_settings.recovery
-        if self._reconcile_settings.preemption is not None and recovery is None:
+        recovery = self._supervision.recovery
+        if self._supervision.preemption is not None and recovery is None:
             raise ConfigurationError(
                 "on_preemption='leave' requires the other ranks to continue. Set on_failure='shrink' or"
                 " on_failure='replace'."
@@ -268,22 +268,22 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
         reset_seed()
         self.set_world_ranks()
-        session, settings = job_context(), self._reconcile_settings.recovery
-        calls = session.control.calls
+        context, settings = job_context(), self._supervision.recovery
+        calls = context.control.calls
         if calls is not None and self.lightning_module is not None:
             from lightning_ddp.elastic.refusals import check_next_run
 
             trainer, generation = self.lightning_module.trainer, calls.state.generation
             check_next_run(trainer, generation=generation, is_same=self._world is not None)
         if settings is not None and self.root_device.type == "cuda":
-            session.control.outlive_watchdog()
-        self._join(session)
+            context.control.outlive_watchdog()
+        self._join(context)
         if self._journal is None and isinstance(settings, ReplaceSettings):
             from lightning_ddp.elastic.takeover import Journal
 
-            if session.is_joining:  # until this process has joined, another process is rank 0
+            if context.is_joining:  # until this process has joined, another process is rank 0
                 read_rank_again(max(1, self.global_rank), self.local_rank)
-            self._journal = Journal(session)
+            self._journal = Journal(context)
 
     def setup(self, trainer: Trainer) -> None:
         """Move the model to its device, wrap it for fitting, and create optimizers.
@@ -292,11 +292,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """
         assert self.accelerator is not None
         assert self.model is not None
-        assert self._session is not None
+        assert self._context is not None
         from lightning_ddp.launch.step_stop import StepStop
 
         self.accelerator.setup(trainer)
-        self._stopping = self._stopping or StepStop(self._session)
+        self._stopping = self._stopping or StepStop(self._context)
         self._stopping.attach(trainer)
         fits = is_fitting(trainer)
         batch_norm = layer_sync(self)
@@ -354,8 +354,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return arguments
 
     def _setup_observer(self, trainer: Trainer) -> None:
-        assert self._session is not None
-        ours, settings = self._session.control, self._reconcile_settings.recovery
+        assert self._context is not None
+        ours, settings = self._context.control, self._supervision.recovery
         folder = self._emergency_checkpoint
         if ours.calls is not None and settings is not None and not self._observer.repeats_steps:
             self._observer = self._new_recovery(trainer, settings)
@@ -368,7 +368,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver
 
         if not self._observer.repeats_steps and self._observer.trainer is not trainer:
-            self._observer = EmergencyObserver(trainer, self._communication, self._session)
+            self._observer = EmergencyObserver(trainer, self._communication, self._context)
         assert self._observer.ledger is not None
         EmergencyCheckpoint(
             trainer,
@@ -384,19 +384,19 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
 
-        assert self._session is not None
+        assert self._context is not None
         assert self._stopping is not None
         check_training(
             trainer,
             settings,
             num_nodes=self.num_nodes,
             start_method=self._chosen_start_method,
-            is_external=self._session.rendezvous.where is None,
+            is_external=self._context.rendezvous.where is None,
             device_type=self.root_device.type,
             is_averaging=self._communication.averager_plan is not None,
         )
         recovery = Recovery(
-            self._session,
+            self._context,
             trainer,
             self._communication,
             keeps_global=settings.batch == "global",
@@ -416,22 +416,22 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """
         from lightning_ddp.elastic.regroup import meet_again, take_rank
 
-        assert self._session is not None
-        rank, self._local_rank = take_rank(self._session, new, self.num_processes)
+        assert self._context is not None
+        rank, self._local_rank = take_rank(self._context, new, self.num_processes)
         self._world = rank, len(new.members)
         self.set_world_ranks()
         # Five times this is less than failure_grace_s, after which a rank counts as lost. Between nodes,
         # messages may take seconds.
         part = 10 if self.num_nodes == 1 else 1
         group = meet_again(
-            self._session,
+            self._context,
             choose_backend(self),
             len(new.members),
             timeout=self._group_timeout,
-            meet_within=timedelta(seconds=self._reconcile_settings.failure_grace_s / part),
+            meet_within=timedelta(seconds=self._supervision.failure_grace_s / part),
             device=self.root_device,
         )
-        ours = self._session.control
+        ours = self._context.control
         self._group = Group(group, ours.interrupt, transport=self._transport)
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
@@ -439,8 +439,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self._communication.rejoin(self._group, self.root_device)
         if self._lockstep is not None:
             self._lockstep.rejoin(self._group)
-        if self._session.is_joining:
-            self._session.is_joining = False
+        if self._context.is_joining:
+            self._context.is_joining = False
             ours.inspector.compare_before_each(self._debug == "detail")
         return self._group
 

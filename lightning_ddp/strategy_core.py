@@ -66,9 +66,9 @@ _OF_WRAPPER_IF_GIVEN = ("bucket_cap_mb_list", "batched_grad_copy", "forward_sync
 class StrategyCore:
     """Base of the strategies, placed before Lightning's own class."""
 
-    _session: JobContext | None = None
+    _context: JobContext | None = None
     _group: Group | None = None
-    _reconcile_settings: SupervisionSettings
+    _supervision: SupervisionSettings
     _wrapper_options: dict[str, Any]
 
     if TYPE_CHECKING:  # Lightning's
@@ -107,7 +107,7 @@ class StrategyCore:
         check_broadcast_buffers(given["broadcast_buffers"])
         bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # raises early
         self._group_timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._reconcile_settings = SupervisionSettings(
+        self._supervision = SupervisionSettings(
             heartbeat_timeout_s=in_seconds("heartbeat_timeout_s", given["heartbeat_timeout_s"]),
             failure_grace_s=in_seconds("failure_grace_s", given["failure_grace_s"]),
             stall_timeout_s=stall_timeout_s,
@@ -152,7 +152,7 @@ class StrategyCore:
                 self.cluster_environment,
                 self.num_processes,
                 self.num_nodes,
-                self._reconcile_settings,
+                self._supervision,
                 self._init_method,
                 self._group_timeout,
             )
@@ -160,33 +160,33 @@ class StrategyCore:
             from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
 
             launcher = bind_like(self, MultiprocessLauncher)(
-                self, self._chosen_start_method, self._reconcile_settings, self._init_method
+                self, self._chosen_start_method, self._supervision, self._init_method
             )
         set_launcher(self, launcher)
 
-    def _join(self, session: JobContext) -> None:
+    def _join(self, context: JobContext) -> None:
         """Join the process group of the run; return once all ranks have joined.
 
         Collective: all ranks must call it.
         """
         from lightning_ddp.launch.joining import Joining
 
-        self._session = session
+        self._context = context
         joining = Joining(
-            context=session,
+            context=context,
             backend=choose_backend(self),
             environment=self.cluster_environment,
             num_nodes=self.num_nodes,
             timeout=self._group_timeout,
             device=self.root_device,
-            settings=self._reconcile_settings,
+            settings=self._supervision,
             init_method=self._init_method,
             given_store=self._given_store,
         )
         group = joining.group()
-        session.control.inspector.set_deadline(self._group_timeout)
-        session.control.inspector.compare_before_each(self._debug == "detail" and not session.is_joining)
-        self._group = Group(group, session.control.interrupt, transport=self._transport)
+        context.control.inspector.set_deadline(self._group_timeout)
+        context.control.inspector.compare_before_each(self._debug == "detail" and not context.is_joining)
+        self._group = Group(group, context.control.interrupt, transport=self._transport)
 
     def _wrap(self, model: torch.nn.Module) -> BucketedDDP:
         """Wrap `model` in this package's DDP.
@@ -256,7 +256,7 @@ class StrategyCore:
 
     def _is_alone(self) -> bool:
         """Return True if no peer takes part in collectives: before launch and after a failure."""
-        return self._group is None or (self._session is not None and self._session.control.is_over)
+        return self._group is None or (self._context is not None and self._context.control.is_over)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait until all ranks have called it; does nothing before launch and after a failure."""
@@ -328,8 +328,8 @@ class StrategyCore:
         Args:
             trace: a formatted traceback, or any text; its last line is the message.
         """
-        if self._session is not None:
-            self._session.control.fail(trace)
+        if self._context is not None:
+            self._context.control.fail(trace)
 
 
 def as_wrapper(model: object) -> BucketedDDP | None:

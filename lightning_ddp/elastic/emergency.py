@@ -42,15 +42,15 @@ class EmergencyObserver(StepObserver):
     Args:
         trainer: the Trainer of the fit.
         communication: its hook and averager.
-        session: context of this process's job.
+        context: context of this process's job.
     """
 
     ledger: StepLedger
 
-    def __init__(self, trainer: Trainer, communication: Communication, session: JobContext) -> None:
+    def __init__(self, trainer: Trainer, communication: Communication, context: JobContext) -> None:
         self.trainer = trainer
         self.ledger = StepLedger(trainer, communication, keeps_marks=False)
-        self._session = session
+        self._context = context
         before_batches(trainer, self.ledger.reach_boundary)
         before_updates(trainer, self.ledger.begin_update)
         after_schedulers(trainer, self._end_batch)
@@ -67,7 +67,7 @@ class EmergencyObserver(StepObserver):
     def end_backward(self) -> None:
         """Keep the main thread from being interrupted in the update that follows."""
         if self.ledger.is_automatic:
-            self._session.control.alarm.defer(True)
+            self._context.control.alarm.defer(True)
 
     def end_step(self) -> None:
         """Note that an optimizer step is finished."""
@@ -75,7 +75,7 @@ class EmergencyObserver(StepObserver):
 
     def _end_batch(self) -> None:
         self.ledger.end_batch()
-        ours = self._session.control
+        ours = self._context.control
         if not ours.is_over:
             ours.alarm.defer(False)
             ours.interrupt.check()

@@ -63,7 +63,7 @@ class Recovery(StepObserver):
     """Reaction of one fit to lost ranks, and to ranks that join or leave.
 
     Args:
-        session: session of this process.
+        context: context of this process.
         trainer: Trainer whose loops are wrapped.
         communication: the hook and the averager.
         keeps_global: True if the global batch keeps its size, False if that of each rank does.
@@ -81,7 +81,7 @@ class Recovery(StepObserver):
 
     def __init__(
         self,
-        session: JobContext,
+        context: JobContext,
         trainer: Trainer,
         communication: Communication,
         *,
@@ -92,7 +92,7 @@ class Recovery(StepObserver):
         group: Callable[[], Group],
         journal: Journal | None,
     ) -> None:
-        self._session = session
+        self._context = context
         self._trainer, self._communication = trainer, communication
         self._device = trainer.strategy.root_device
         self._meet, self._boundary, self._group = meet, boundary, group
@@ -107,8 +107,8 @@ class Recovery(StepObserver):
         """True if this rank stands at the boundary where all meet."""
         self._validates = True
         """True if a validation may follow a batch of this epoch."""
-        self._loggers = Loggers(trainer, is_joining=session.is_joining)
-        self._journal, self._is_joining = journal, session.is_joining
+        self._loggers = Loggers(trainer, is_joining=context.is_joining)
+        self._journal, self._is_joining = journal, context.is_joining
         self._handover: Handover | None = None
         """State for processes that join: made by members, taken by a process that has joined."""
         self._form: NewGeneration | None = None
@@ -136,7 +136,7 @@ class Recovery(StepObserver):
 
     @property
     def _ours(self) -> FailureHandler:
-        return self._session.control  # another one after a failure that the script has caught
+        return self._context.control  # another one after a failure that the script has caught
 
     @property
     def _calls(self) -> RecoveryClient:

@@ -68,18 +68,18 @@ def end_collectives(ours: FailureHandler, device: torch.device) -> None:
     call.result  # noqa: B018 (raises what has gone wrong)
 
 
-def take_rank(session: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
+def take_rank(context: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
     """Return the rank and the local rank of this process in a new generation, and kill its lost processes.
 
     Args:
-        session: context of this process's job.
+        context: context of this process's job.
         new: the generation.
         num_processes: number of processes of a node at first.
     """
-    ours = session.control
+    ours = context.control
     assert ours.calls is not None
     for place in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its
-        session.children.kill_rank(place)  # control connection
+        context.children.kill_rank(place)  # control connection
     member = ours.calls.state
     node = member.place // num_processes
     on_node = [place for place in new.members if place // num_processes == node]
@@ -88,7 +88,7 @@ def take_rank(session: JobContext, new: NewGeneration, num_processes: int) -> tu
 
 
 def meet_again(
-    session: JobContext,
+    context: JobContext,
     backend: str,
     world_size: int,
     *,
@@ -102,7 +102,7 @@ def meet_again(
     it begins when all have come, and gives up soon.
 
     Args:
-        session: context of this process's job; its control channel knows generation and rank.
+        context: context of this process's job; its control channel knows generation and rank.
         backend: 'gloo', 'nccl' ...
         world_size: the new number of ranks.
         timeout: time limit of collectives.
@@ -112,21 +112,21 @@ def meet_again(
     Raises:
         PeerFailure: the run has failed meanwhile.
     """
-    calls = session.control.calls
+    calls = context.control.calls
     assert calls is not None
     with remember_connections():  # the other one was shut down with those of the old group
         # torch tries for long to reach a store whose process is gone
-        clone = InThread(lambda _: session.store.clone())
-        clone.wait(lambda _: session.control.interrupt.check())
-        session.store = clone.result
+        clone = InThread(lambda _: context.store.clone())
+        clone.wait(lambda _: context.control.interrupt.check())
+        context.store = clone.result
     rank = calls.state.rank
-    store: Any = dist.PrefixStore(f"generation{calls.state.generation}", session.store)
+    store: Any = dist.PrefixStore(f"generation{calls.state.generation}", context.store)
     is_gloo = backend_names(backend) == {"gloo"}
     said = f"the {world_size} remaining ranks to form a new group"
     with calls.waiting(), tell_long_wait(rank, lambda: said):
         store.set(f"rank {rank} is here", b"")
         while not store.check([f"rank {other} is here" for other in range(world_size)]):
-            session.control.interrupt.check()
+            context.control.interrupt.check()
             time.sleep(_LOOK_EVERY_S)
         group = join_default_group(
             backend,

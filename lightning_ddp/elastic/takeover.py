@@ -54,13 +54,13 @@ class Journal:
     Rank 0 publishes them when its first epoch begins, signed with the secret of the run: they are pickled.
 
     Args:
-        session: context of this process's job.
+        context: context of this process's job.
     """
 
-    def __init__(self, session: JobContext) -> None:
-        self._session = session
-        self._is_reader = session.is_joining
-        self._secret = (session.rendezvous.token or "").encode()
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._is_reader = context.is_joining
+        self._secret = (context.rendezvous.token or "").encode()
         self._part: str | None = MAIN
         self._ended: set[str] = set()
         self._results: dict[str, list[tuple[str, Any]]] = {MAIN: [], VALIDATION: []}
@@ -116,14 +116,14 @@ class Journal:
 
     def publish(self) -> None:
         """Write all results to the store, if this is rank 0 and its first epoch has begun."""
-        calls = self._session.control.calls
+        calls = self._context.control.calls
         if self._is_reader or MAIN not in self._ended or calls is None or calls.state.rank != 0:
             return
         data = pickle.dumps((self._ended, self._results))
         chunks = [data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES)]
         for index, chunk in enumerate(chunks):
-            self._session.store.set(f"{_KEY}/{index}", chunk)
-        self._session.store.set(_KEY, f"{len(chunks)} {self._sign(data)}")
+            self._context.store.set(f"{_KEY}/{index}", chunk)
+        self._context.store.set(_KEY, f"{len(chunks)} {self._sign(data)}")
 
     def is_complete(self, name: str) -> bool:
         """Wait for what rank 0 publishes; return True if it has all of a part."""
@@ -135,9 +135,9 @@ class Journal:
         return self._published()[1][name]
 
     def _published(self) -> tuple[set[str], dict[str, list[tuple[str, Any]]]]:
-        store = self._session.store
+        store = self._context.store
         while not store.check([_KEY]):
-            self._session.control.check_whether_late()
+            self._context.control.check_whether_late()
             time.sleep(_LOOK_EVERY_S)
         num_chunks, signature = store.get(_KEY).decode().split()
         data = b"".join(store.get(f"{_KEY}/{index}") for index in range(int(num_chunks)))
