@@ -270,11 +270,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self.set_world_ranks()
         context, settings = job_context(), self._supervision.recovery
         calls = context.control.calls
-        if calls is not None and self.lightning_module is not None:
+        if calls is not None and calls.state.generation and self.lightning_module is not None:
             from lightning_ddp.elastic.refusals import check_next_run
 
-            trainer, generation = self.lightning_module.trainer, calls.state.generation
-            check_next_run(trainer, generation=generation, is_same=self._world is not None)
+            check_next_run(self.lightning_module.trainer, is_same=self._world is not None)
         if settings is not None and self.root_device.type == "cuda":
             context.control.outlive_watchdog()
         self._join(context)
@@ -354,31 +353,25 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return arguments
 
     def _setup_observer(self, trainer: Trainer) -> None:
+        """Choose what is done about lost ranks in this fit, and about its last step if they end it."""
         assert self._context is not None
         ours, settings = self._context.control, self._supervision.recovery
-        folder = self._emergency_checkpoint
         if ours.calls is not None and settings is not None and not self._observer.repeats_steps:
             self._observer = self._new_recovery(trainer, settings)
+        self._observer.begin_fit()
         # After an abort of NCCL, parameters may include partly averaged gradients, unless each update waits
         # for the gradients.
         is_exact = self.root_device.type == "cpu" or self._observer.repeats_steps
-        self._observer.begin_fit()
+        folder = self._emergency_checkpoint
         if folder is False or ours.watch is None or not is_exact:
             return
         from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver
 
-        if not self._observer.repeats_steps and self._observer.trainer is not trainer:
+        ledger = self._observer.ledger
+        if ledger is None or (not self._observer.repeats_steps and ledger.trainer is not trainer):
             self._observer = EmergencyObserver(trainer, self._communication, self._context)
-        assert self._observer.ledger is not None
-        EmergencyCheckpoint(
-            trainer,
-            self._observer.ledger,
-            None if folder is True else str(folder),
-            complete=lambda checkpoint, path: rank_files.add_shared(
-                self._communication, checkpoint, path, self.world_size
-            ),
-            ours=ours,
-        )
+            ledger = self._observer.ledger
+        EmergencyCheckpoint(ledger, None if folder is True else str(folder), ours)
 
     def _new_recovery(self, trainer: Trainer, settings: RecoverySettings) -> Recovery:
         from lightning_ddp.elastic.recovery import Recovery
@@ -401,48 +394,47 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._communication,
             keeps_global=settings.batch == "global",
             is_uneven=self._uneven_inputs is not None,
-            meet=self._meet_again,
-            boundary=self._stopping.check,
             group=self._joined_group,
+            meet=self._meet_again,
+            stop=self._stopping,
             journal=self._journal,
         )
         recovery.wait_for_others()
         return recovery
 
-    def _meet_again(self, new: NewGeneration) -> Group:
+    def _meet_again(self, new: NewGeneration) -> None:
         """Create the process group of a generation, and all that depends on it.
 
         Collective: all ranks must call it.
         """
         from lightning_ddp.elastic.regroup import meet_again, take_rank
 
-        assert self._context is not None
-        rank, self._local_rank = take_rank(self._context, new, self.num_processes)
+        context = self._context
+        assert context is not None
+        rank, self._local_rank = take_rank(context, new, self.num_processes)
         self._world = rank, len(new.members)
         self.set_world_ranks()
         # Five times this is less than failure_grace_s, after which a rank counts as lost. Between nodes,
         # messages may take seconds.
         part = 10 if self.num_nodes == 1 else 1
         group = meet_again(
-            self._context,
+            context,
             choose_backend(self),
             len(new.members),
             timeout=self._group_timeout,
             meet_within=timedelta(seconds=self._supervision.failure_grace_s / part),
             device=self.root_device,
         )
-        ours = self._context.control
-        self._group = Group(group, ours.interrupt, transport=self._transport)
+        self._group = Group(group, context.control.interrupt, transport=self._transport)
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
             wrapper.update_process_group(group)
         self._communication.rejoin(self._group, self.root_device)
         if self._lockstep is not None:
             self._lockstep.rejoin(self._group)
-        if self._context.is_joining:
-            self._context.is_joining = False
-            ours.inspector.compare_before_each(self._debug == "detail")
-        return self._group
+        if context.is_joining:
+            context.is_joining = False
+            context.control.inspector.compare_before_each(self._debug == "detail")
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wrap `model` in `BucketedDDP`, which is no subclass of torch's DistributedDataParallel."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]  # has no stubs
-import torch
 
+import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import (
     Trainer,
     after_schedulers,
@@ -38,40 +37,21 @@ class EmergencyObserver(StepObserver):
 
     From the end of a backward until the schedulers have followed the optimizer the main thread is not
     interrupted, unless it waits for other ranks: a step is committed as a whole.
-
-    Args:
-        trainer: the Trainer of the fit.
-        communication: its hook and averager.
-        context: context of this process's job.
     """
 
     ledger: StepLedger
 
     def __init__(self, trainer: Trainer, communication: Communication, context: JobContext) -> None:
-        self.trainer = trainer
         self.ledger = StepLedger(trainer, communication, keeps_marks=False)
         self._context = context
         before_batches(trainer, self.ledger.reach_boundary)
         before_updates(trainer, self.ledger.begin_update)
         after_schedulers(trainer, self._end_batch)
 
-    def begin_fit(self) -> None:
-        """Forget where an earlier fit has ended."""
-        self.ledger.begin_fit()
-
-    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Note that a backward begins."""
-        self.ledger.begin_backward()
-        return loss
-
     def end_backward(self) -> None:
         """Keep the main thread from being interrupted in the update that follows."""
         if self.ledger.is_automatic:
             self._context.control.alarm.defer(True)
-
-    def end_step(self) -> None:
-        """Note that an optimizer step is finished."""
-        self.ledger.take_step()
 
     def _end_batch(self) -> None:
         self.ledger.end_batch()
@@ -85,24 +65,14 @@ class EmergencyCheckpoint:
     """The checkpoint of one fit that a failure ends: of the last step in its ledger.
 
     Args:
-        trainer: the Trainer of the fit.
         ledger: ledger of its steps.
-        folder: where; None for `emergency/` beside that of its checkpoints, if it makes any.
-        complete: adds to a checkpoint what Lightning does not know.
-        ours: supervision of this process.
+        folder: folder to save to; None for `emergency/` beside that of its checkpoints, if it makes any.
+        ours: supervision of this process, which calls `save`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        ledger: StepLedger,
-        folder: str | None,
-        *,
-        complete: Callable[[dict[str, Any], str], None],
-        ours: FailureHandler,
-    ) -> None:
-        self._trainer, self._ledger, self._folder = trainer, ledger, folder
-        self._complete, self._ours = complete, ours
+    def __init__(self, ledger: StepLedger, folder: str | None, ours: FailureHandler) -> None:
+        self._ledger, self._folder, self._ours = ledger, folder, ours
+        self._trainer = ledger.trainer
         self._first_step = ledger.step
         ours.save_last = self.save
 
@@ -148,11 +118,12 @@ class EmergencyCheckpoint:
         return None
 
     def _write(self, folder: str) -> str:
+        trainer: Any = self._trainer
         loaders = self._ledger.loaders if self._ledger.must_redo else None  # else the present ones are right
-        checkpoint = dump_checkpoint(self._trainer, loaders)
-        path = _unused(f"{folder.rstrip('/')}/emergency-step={self._trainer.global_step}", ".ckpt")
-        self._complete(checkpoint, path)
-        files: Any = self._trainer.strategy.checkpoint_io
+        checkpoint = dump_checkpoint(trainer, loaders)
+        path = _unused(f"{folder.rstrip('/')}/emergency-step={trainer.global_step}", ".ckpt")
+        rank_files.add_shared(self._ledger.communication, checkpoint, path, trainer.world_size)
+        files = trainer.strategy.checkpoint_io
         files = getattr(files, "checkpoint_io", None) or files  # that of an asynchronous one
         if "://" in folder:
             files.save_checkpoint(checkpoint, path)
@@ -166,9 +137,8 @@ class EmergencyCheckpoint:
 
 def _unused(stem: str, ending: str) -> str:
     """Return the path of a new file, numbered as Lightning numbers its own (`-v1`) if another run has one."""
-    path = stem + ending
+    path, number = stem + ending, 0
     system, _ = fsspec.core.url_to_fs(path)
-    number = 0
     while system.exists(path):
         number += 1
         path = f"{stem}-v{number}{ending}"
