@@ -1,13 +1,9 @@
-"""`CustomDDPStrategy`: the methods that Lightning calls, in calling order. Wiring, no algorithms.
-
-It is long because Lightning's interface is: set-up, data, steps, evaluation, checkpoints, collectives, end.
-"""
+"""`CustomDDPStrategy`: the methods that Lightning calls, in calling order. Wiring, no algorithms."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -61,7 +57,6 @@ if TYPE_CHECKING:
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
-_log = logging.getLogger("lightning_ddp")
 _UNUSED = (
     "It looks like your LightningModule has parameters that were not used in the loss of training_step. If"
     ' this is intended, use Trainer(strategy="custom_ddp_find_unused_parameters_true") or'
@@ -72,8 +67,9 @@ _UNUSED = (
 class CustomDDPStrategy(StrategyCore, DDPStrategy):
     """Strategy for data-parallel training, with this package's launcher, supervision and gradient reducer.
 
-    Subclass of Lightning's `DDPStrategy`, with its arguments and those of `BucketedDDP`. There is no
-    `**kwargs`: an unknown name is a TypeError.
+    Subclass of Lightning's `DDPStrategy`, with its arguments and those of `BucketedDDP`, which describes
+    `bucket_cap_mb` to `skip_all_reduce_unused_params` and `transport`. There is no `**kwargs`: an unknown
+    name is a TypeError.
 
     Args:
         accelerator: Set by the Trainer.
@@ -90,77 +86,43 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         model_averaging_period: Optimizer steps between two averages of the parameters, in Lightning's
             spelling; None unless `ddp_comm_state` is a `PostLocalSGDState`.
         process_group_backend: Backend of the process group, such as 'gloo' or 'nccl'; None for nccl on CUDA
-            and gloo elsewhere. A third-party backend must be registered
-            (`torch.distributed.Backend.register_backend`) in every process.
+            and gloo elsewhere.
         timeout: Time limit of a collective; None for the backend's default. A `timedelta` or seconds.
         start_method: How the processes of a node start: 'popen', 'spawn', 'fork' or 'forkserver'. 'popen'
-            runs the script again in child processes; the others run the Trainer's function in new
-            processes.
-        bucket_cap_mb: Largest size of a bucket in MiB; None for 25, or a smaller size between CPU ranks
-            on several hosts. The first bucket has at most 1 MiB.
-        gradient_as_bucket_view: If True, `.grad` is a view of the bucket after backward.
-        find_unused_parameters: If True, search in every step for parameters that take no part in the loss.
-        static_graph: If True, every step must have the graph of the first step, unused parameters included.
-        broadcast_buffers: When rank 0's buffers are copied to all ranks: 'auto' before a forward that reads
-            them, True before each forward, False never. BatchNorm reads its buffers in eval mode only. With
-            False wrapping does not copy them either.
-        init_sync: If True, wrapping compares the models of the ranks and broadcasts rank 0's state.
-        forward_sync_buffers: True or False as in `broadcast_buffers`, which it replaces: with False wrapping
-            still copies the buffers; None to use `broadcast_buffers`.
-        bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; the last
-            one holds for all further buckets. None to use `bucket_cap_mb`.
-        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
-            itself, None to choose by size.
-        skip_all_reduce_unused_params: With `find_unused_parameters`, skip buckets whose parameters are all
-            unused; all ranks must leave the same parameters unused.
+            runs the script again in child processes; the others run the Trainer's function in new processes.
         uneven_inputs: What `fit` does when a rank runs out of training batches before the other ranks:
-            'join', 'error' or None. With 'join' that rank repeats its last batch until all ranks have run
-            out, so that every rank takes every optimizer step. The repeated batch adds zeros to the
-            gradients, is left out of what `self.log` collects and of `strategy.reduce` in training_step, and
-            leaves buffers and torchmetrics as they were. Layers and user code that communicate, such as
-            SyncBatchNorm, see the repeated batch; so do values that are logged on_step without sync_dist.
-            With 'error' all ranks raise at that step. Both cost one small all-reduce per step, for which the
-            CPU thread waits. With None nothing is checked, and ranks with different numbers of batches hang.
+            'join', 'error' or None. With 'join' that rank repeats its last batch with zero gradients until
+            all have run out. With 'error' all ranks raise at that step. With None nothing is checked, and
+            the others hang.
         divide_by_initial_world_size: With uneven_inputs='join', divide gradients by the number of all ranks;
             if False, by the number of ranks that still have batches.
         heartbeat_timeout_s: Seconds without a heartbeat after which a node counts as lost (at least 2).
         failure_grace_s: Seconds that a process has to exit after a failure, before its stacks are printed
             and it is killed.
         stall_timeout: Longest time without progress of a rank that waits for no other rank, after which it
-            counts as failed; None for no limit. For example, its process is suspended or its data loader
-            hangs. A `timedelta` or seconds; must be longer than the longest step, validation batch or
-            checkpoint.
+            counts as failed; None for no limit. A `timedelta` or seconds, longer than the longest step,
+            validation batch or checkpoint.
         model_averaging: Local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options; None to average gradients in every step.
-        transport: How gradients and averaged parameters of CPU ranks travel: 'auto', 'shared_memory' or
-            'gloo'. 'auto' uses shared memory within a host, and gloo among one rank of each host; gloo alone
-            where shared memory is not available. 'shared_memory' does the same, but raises an error there.
-            'gloo' never uses shared memory.
-        init_method: Address at which the processes rendezvous; None for the launching process's store, or
-            `env://` under torchrun and SLURM. `tcp://host:port`: the first node listens there, instead of at
-            MASTER_ADDR and MASTER_PORT. `file:///path` is a file that all processes reach, a new one for each
-            run: if a crashed run left the file behind, an error names it. On several nodes every form also
-            needs MASTER_ADDR and MASTER_PORT, for the control channel.
+        init_method: Address at which the processes rendezvous, `tcp://host:port` or `file:///path`; None for
+            the launching process's store, or `env://` under torchrun and SLURM. On several nodes every form
+            also needs MASTER_ADDR and MASTER_PORT, for the control channel.
         store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
-            to use `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
+            to use `init_method`. Needs start_method='popen'.
         debug: 'detail' compares every collective across ranks before it starts (purpose, shapes, dtypes,
-            order); None compares only collectives in which ranks have waited for 5 s. With 'detail' a
-            difference is an error on all ranks before any data moves, at the cost of a round trip over the
-            control channel per collective.
+            order), for a round trip each; None compares only collectives in which ranks have waited for 5 s.
         on_failure: What happens when a rank is lost: 'stop', 'shrink' or 'replace'. 'stop' ends the run on
             all ranks, 'shrink' continues the same `fit` with the remaining ranks, 'replace' also starts a new
-            process for each lost rank. Training continues from the interrupted step, with the rest of the
-            epoch redistributed over the ranks. A mapping with `name` and options: `min_world_size`,
+            process for each lost rank. A mapping with `name` and options: `min_world_size`,
             `max_recoveries`, `batch`, `exceptions`; of 'replace' also `wait_s`.
         on_preemption: What happens when a rank gets SIGTERM: 'stop' or 'leave'. 'stop' stops all ranks at a
-            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue. It
-            needs `on_failure` 'shrink' or 'replace'; no step is repeated. A mapping with `name` and `signal`:
-            the signal to react to instead of SIGTERM, such as 'SIGUSR1'.
+            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue: it
+            needs `on_failure` 'shrink' or 'replace'. A mapping with `name` and `signal`: the signal to react
+            to instead of SIGTERM, such as 'SIGUSR1'.
         emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
-            fit; a path is the folder to save to. The lowest remaining rank saves it, and the failure report
-            names the file `emergency-step=N.ckpt`. True uses a folder `emergency` beside that of the
-            Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA this needs
-            `on_failure` 'shrink' or 'replace'.
+            fit, as `emergency-step=N.ckpt`; a path is the folder to save to. True uses a folder `emergency`
+            beside that of the Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA
+            this needs `on_failure` 'shrink' or 'replace'.
 
     Raises:
         ConfigurationError: An argument cannot be used.
@@ -509,7 +471,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """Run the module's `training_step` in the wrapper's forward."""
         assert self.lightning_module is not None
         lockstep = self._lockstep
-        with contextlib.nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
+        with nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
             output = super().training_step(*args, **kwargs)
         self._observer.end_forward(output)
         return output
@@ -551,16 +513,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Take a step; with model averaging, count it and average if it is due (then communicates)."""
-        averager = self._communication.averager
         if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
             closure = partial(self._mean_loss, closure)
-        # in local training a step counts also if the loss scaler skips it
-        is_asked = averager is not None and averager.averages_gradients
-        before = self._loss_scale() if is_asked else 1.0
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if averager is not None:  # a loss scaler that skips a step lowers its scale
-            was_skipped = is_asked and self._loss_scale() < before
-            self._communication.after_step(optimizer, was_skipped=was_skipped)
+        take = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        output = self._step([self._communication], optimizer, take)
         self._observer.end_step()
         return output
 
@@ -579,15 +535,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _is_automatic(self) -> bool:
         return self.lightning_module is None or self.lightning_module.automatic_optimization
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Keep gradients of backward passes in this context on their rank (Lightning's accumulation)."""
         wrapper = as_wrapper(self.model)
-        with contextlib.nullcontext() if wrapper is None else wrapper.no_sync():
-            yield
+        return nullcontext() if wrapper is None else wrapper.no_sync()
 
-    @contextlib.contextmanager
-    def no_backward_sync(self, enabled: bool = True) -> Generator[None, None, None]:
+    def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """With manual optimization, keep gradients of `manual_backward` in this context on their rank.
 
         They are averaged together with those of the next backward outside, which has to be the last before
@@ -605,8 +558,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 "no_backward_sync is for manual optimization. With automatic optimization backward comes"
                 " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
             )
-        with self.block_backward_sync() if enabled else contextlib.nullcontext():
-            yield
+        return self.block_backward_sync() if enabled else nullcontext()
 
     # ------------------------------------------------------------------ evaluation and end of training
 
@@ -709,13 +661,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         Outside a run, such as in the main process after a run in spawned processes, only optimizers.
         """
         super().load_optimizer_state_dict(checkpoint)
-        if self._is_alone():
-            return
-        assert self.lightning_module is not None
-        names = [name for name, _ in self.lightning_module.named_parameters()]
-        read, path, group = self.checkpoint_io.load_checkpoint, self._resumed_from, self._joined_group()
-        for note in rank_files.load_state(self._communication, dict(checkpoint), path, group, names, read):
-            _log.warning("resuming from %s: %s", path, note)
+        if not self._is_alone():
+            assert self.lightning_module is not None
+            self._load_state(self._communication, self.lightning_module, dict(checkpoint), self._resumed_from)
 
     # ------------------------------------------------------------------ collectives
 
@@ -744,23 +692,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """Wait until all ranks have called it; does nothing before launch and after a failure."""
         if self._journal is not None and self._journal.is_read:  # a barrier has no result
             return
-        wait = partial(super().barrier, name)
         if name in FIRST_BARRIERS and self._is_training():
-            self._observer.repeat(wait)
+            self._observer.repeat(partial(super().barrier, name))
         else:
-            self._together(None, wait, lambda: None)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object that rank `src` passed; before launch and after a failure, return `obj`."""
-        return self._together("broadcast", partial(super().broadcast, obj, src), lambda: obj)
-
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        """Stack the tensors of all ranks along a new first dimension, in rank order."""
-        return self._together(
-            "all_gather", partial(super().all_gather, tensor, group, sync_grads), lambda: tensor.unsqueeze(0)
-        )
+            super().barrier(name)
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
         """Reduce over all ranks, or in a step with uneven inputs over the ranks with a batch."""

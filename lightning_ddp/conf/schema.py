@@ -20,6 +20,7 @@ from typing import Any, Literal, Union
 
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.averaging import available_averagers, averager_options
+from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.hooks import available_hooks, hook_options
 from lightning_ddp.strategy import CustomDDPStrategy
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
@@ -100,9 +101,16 @@ def _as_config_type(kind: Any) -> Any:
 
 
 def options_of_signature(owner: type, *, without: Sequence[str] = ()) -> list[Option]:
-    """Return the arguments of a class, except `without`, described by `Args:` in its docstring."""
+    """Return the arguments of a class, except `without`, described by `Args:` in its docstring.
+
+    The docstring of `BucketedDDP` describes those that are passed on to it.
+    """
     hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]  # of this very class
-    described = _described_arguments(inspect.getdoc(owner) or "")
+    described = {
+        name: text
+        for kind in (BucketedDDP, owner)
+        for name, text in _described_arguments(inspect.getdoc(kind) or "").items()
+    }
     return [
         _option(name, hints.get(name, Any), parameter.default, described.get(name, ""))
         for name, parameter in inspect.signature(owner).parameters.items()
