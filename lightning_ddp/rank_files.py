@@ -1,10 +1,8 @@
 """Checkpoint state of hooks and averagers: in the checkpoint, and in a file beside it for each rank.
 
-State that is the same on all ranks is in the checkpoint under "lightning_ddp". Residuals and the optimizer
-state of local training differ between ranks and are as large as the model: gathering them would need the
-memory and the network for world size times the model on rank 0. So each rank writes its own file beside the
-checkpoint, `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere; only
-the state in them starts from scratch.
+What is the same on all ranks is in the checkpoint under "lightning_ddp". Residuals and the optimizer state of
+local training differ between ranks, and are too large to be gathered on rank 0: each rank writes its own to
+`<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files loads; that state starts from scratch.
 
 Each save has a new token, which is in the checkpoint. So replacing the checkpoint replaces the files with
 it, atomically. All ranks have written their files before that. After it they remove the files of earlier
