@@ -18,6 +18,7 @@ import torch
 
 from lightning_ddp._lightning import (
     Trainer,
+    append_to_csv,
     batches_that_stepped,
     before_updates,
     end_after_teardown,
@@ -40,7 +41,7 @@ from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import end_collectives, leave
 from lightning_ddp.elastic.step_ledger import Cursor, StepLedger
 from lightning_ddp.elastic.step_observer import StepObserver
-from lightning_ddp.elastic.takeover import Handover, Journal, Loggers, seed_generators
+from lightning_ddp.elastic.takeover import Handover, Journal, seed_generators, share_versions
 from lightning_ddp.elastic.undo import RandomStates, put_scale
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.failure_handler import FailureHandler
@@ -101,12 +102,12 @@ class Recovery(StepObserver):
         """True if this rank stands at the boundary where all meet."""
         self._validates = True
         """True if a validation may follow a batch of this epoch."""
-        self._loggers = Loggers(trainer, is_joining=context.is_joining)
         self._journal, self._is_joining = journal, context.is_joining
         self._handover: Handover | None = None
         """State for processes that join: made by members, taken by a process that has joined."""
         self._joined: NewGeneration | None = None
         """Generation that this process has joined, until it takes its first step."""
+        share_versions(trainer)
         if journal is not None and importlib.util.find_spec("omegaconf") is not None:
             # as the first checkpoint would, in a third of a second, when another process joins
             importlib.import_module("omegaconf")
@@ -430,7 +431,6 @@ class Recovery(StepObserver):
         if num_batches is None:
             num_batches = self._loop.batch_progress.current.ready
         self._deal(num_batches)
-        self._loggers.take_over()
         if self._journal is not None:
             self._journal.publish()  # rank 0 may have been lost before it has
         self._tell(new, error)
@@ -480,7 +480,6 @@ class Recovery(StepObserver):
         self._deal(self._handover.num_batches)
         seed_generators(seed=global_seed(), rank=self._calls.state.place, step=new.step)
         self._members = new.before
-        self._loggers.take_over()
         self._tell(new, None)
         self._joined = self._handover = None
         self._is_joining = False
@@ -561,6 +560,8 @@ class Recovery(StepObserver):
         )
         self._num_recoveries += bool(lost)
         if change.new_rank == 0:
+            for logger in trainer.loggers if change.old_rank != 0 else ():
+                append_to_csv(logger)
             was = "were lost" if len(lost) > 1 else "was lost"
             said = [
                 f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {verb}"

@@ -89,9 +89,8 @@ class DealtSampler(Sampler[Any]):
         return self._length(0)
 
     def _length(self, rank: int) -> int:
-        total, ranks = len(self.inner.dataset), self.inner.num_replicas
-        if self._rest is not None:
-            total = self._num_left
+        total = self._num_left if self._rest is not None else len(self.inner.dataset)
+        ranks = int(self.inner.num_replicas)
         if self.drops_last:
             length = total // ranks
         elif self._fills_now:

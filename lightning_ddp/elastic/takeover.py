@@ -17,7 +17,6 @@ import torch
 
 from lightning_ddp._lightning import (
     Trainer,
-    append_to_csv,
     callback_metrics,
     dump_checkpoint,
     load_loops,
@@ -32,7 +31,7 @@ from lightning_ddp.elastic.redeal import Dealer
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.job_context import JobContext
 
-__all__ = ["Handover", "Journal", "Loggers", "seed_generators"]
+__all__ = ["Handover", "Journal", "seed_generators", "share_versions"]
 
 _KEY = "lightning_ddp/journal"
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -197,26 +196,11 @@ def seed_generators(*, seed: int, rank: int, step: int) -> None:
         numpy.random.seed(number)
 
 
-class Loggers:
-    """The loggers of one fit. All ranks have one, as each may become rank 0.
+def share_versions(trainer: Trainer) -> None:
+    """Give the loggers of all ranks the version of those of rank 0, whose place each may take.
 
-    Rows that a lost rank 0 has not written are lost, and those of a step that is repeated come twice.
-
-    Args:
-        trainer: the Trainer of the fit. Its strategy communicates, now.
-        is_joining: True if another process is rank 0 yet, even if this one is to be.
+    Collective: all ranks must call it.
     """
-
-    def __init__(self, trainer: Trainer, *, is_joining: bool) -> None:
-        self._trainer = trainer
-        self._writes = trainer.is_global_zero and not is_joining
-        versions = trainer.strategy.broadcast([logger_version(logger) for logger in trainer.loggers])
-        for logger, version in zip(trainer.loggers, versions, strict=True):
-            set_logger_version(logger, version)  # which the others would choose anew, beside that of rank 0
-
-    def take_over(self) -> None:
-        """Continue the files of a lost rank 0, if this process has its rank now."""
-        was_writing, self._writes = self._writes, self._trainer.is_global_zero
-        if self._writes and not was_writing:
-            for logger in self._trainer.loggers:
-                append_to_csv(logger)
+    versions = trainer.strategy.broadcast([logger_version(logger) for logger in trainer.loggers])
+    for logger, version in zip(trainer.loggers, versions, strict=True):
+        set_logger_version(logger, version)
