@@ -365,10 +365,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return recovery
 
     def _meet_again(self, new: NewGeneration) -> None:
-        """Create the process group of a generation, and all that depends on it.
-
-        Collective: all ranks must call it.
-        """
+        """Create the process group of a generation, and all that depends on it; all ranks must call it."""
         from lightning_ddp.elastic.regroup import meet_again, take_rank
 
         context = self._context
@@ -403,10 +400,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Register the communication hook, on every device type.
-
-        Collective: all ranks must call it.
-        """
+        """Register the communication hook, on every device type; all ranks must call it."""
         wrapper = as_wrapper(self.model)
         assert wrapper is not None
         self._register_hook(wrapper, self._communication)
@@ -521,12 +515,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """Return the mean loss over the ranks, which belongs to averaged gradients.
-
-        With it an optimizer calls its closure equally often on all ranks, so that collectives match.
-
-        Collective: all ranks must call it.
-        """
+        """Return the mean loss over the ranks: with it all call the closure equally often."""
         loss = closure()
         if loss is not None:
             loss = self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
@@ -672,10 +661,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._observer.is_alone or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective; use this rank's own value if a peer was lost after the step was committed.
-
-        Before the first epoch the result may come from the journal.
-        """
+        """Run a collective, or take its result from the journal, or the own value if a peer is lost."""
         try:
             if self._journal is not None and kind is not None:
                 result: T = self._journal.result(kind, call)

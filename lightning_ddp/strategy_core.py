@@ -165,10 +165,7 @@ class StrategyCore:
         set_launcher(self, launcher)
 
     def _join(self, context: JobContext) -> None:
-        """Join the process group of the run; return once all ranks have joined.
-
-        Collective: all ranks must call it.
-        """
+        """Join the process group of the run; return once all ranks have joined."""
         from lightning_ddp.launch.joining import Joining
 
         self._context = context
@@ -189,10 +186,7 @@ class StrategyCore:
         self._group = Group(group, context.control.interrupt, transport=self._transport)
 
     def _wrap(self, model: torch.nn.Module) -> BucketedDDP:
-        """Wrap `model` in this package's DDP.
-
-        Collective: all ranks must call it.
-        """
+        """Wrap `model` in this package's DDP; all ranks must call it."""
         from lightning_ddp.ddp.module import BucketedDDP
 
         group = self._joined_group()
@@ -208,10 +202,7 @@ class StrategyCore:
         )
 
     def _register_hook(self, wrapper: BucketedDDP, communication: Communication) -> None:
-        """Register the communication hook, on every device type.
-
-        Collective: all ranks must call it.
-        """
+        """Register the communication hook, on every device type; all ranks must call it."""
         communication.register(
             wrapper,
             self._joined_group(),

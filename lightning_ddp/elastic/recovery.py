@@ -100,8 +100,6 @@ class Recovery(StepObserver):
         """Number of generations after a failure; those that others joined or left do not count."""
         self._is_meeting = False
         """True if this rank stands at the boundary where all meet."""
-        self._validates = True
-        """True if a validation may follow a batch of this epoch."""
         self._journal, self._is_joining = journal, context.is_joining
         self._handover: Handover | None = None
         """State for processes that join: made by members, taken by a process that has joined."""
@@ -131,10 +129,7 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ told by the strategy
 
     def wait_for_others(self) -> None:
-        """Return once all ranks have come as far, or one is lost: what is repeated goes on without it.
-
-        A rank that is sooner may be lost as soon as its next hooks run. All ranks call it; it communicates.
-        """
+        """Return once all ranks have come as far, or one is lost: what is repeated goes on without it."""
         if not self._is_joining:
             self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
@@ -169,10 +164,7 @@ class Recovery(StepObserver):
         self.ledger.begin_update()
 
     def _settle(self) -> None:
-        """Return once all collectives that were called have ended well, on a device too.
-
-        An abort there would leave results that were written in part: nothing is taken for done before this.
-        """
+        """Return once all collectives have ended well on a device, where an abort leaves half of a result."""
         if self._device.type == "cuda":
             self._group().wait_device(self._device)
 
@@ -182,10 +174,7 @@ class Recovery(StepObserver):
             self._settle()
 
     def finishes_alone(self, error: Exception) -> bool:
-        """Return True if the hooks after a committed step go on without others, one of which is lost.
-
-        All meet again at the end of the batch; a hook is not called twice.
-        """
+        """Return True if the hooks of a committed step go on without the others, until the batch ends."""
         if self.ledger.cursor is not Cursor.COMMITTED or not self._ours.is_call(error):
             return False
         self.ledger.finish_alone()
@@ -223,7 +212,6 @@ class Recovery(StepObserver):
         """Begin an epoch; a process that has joined begins in that of the others."""
         if self._journal is not None:
             self._journal.end()
-        self._validates = self._trainer.enable_validation
         if self._joined is not None:  # of an epoch that has begun for the others
             start()
             enter_epoch(self._trainer)
@@ -258,10 +246,7 @@ class Recovery(StepObserver):
                 raise
 
     def _begin(self) -> bool:
-        """Pass a boundary; return True if all meet there. What has come before is committed.
-
-        The alarm may ring again.
-        """
+        """Pass a boundary, after which the alarm may ring again; return True if all meet there."""
         self._calls.defer(True)
         may_meet = self.ledger.reach_boundary()
         self._calls.defer(False)
@@ -284,9 +269,8 @@ class Recovery(StepObserver):
 
     def end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
         """Validate, if it is time. In local training the ranks agree before, and at the end of the epoch."""
-        validates = self._validates and (
-            validates_now(self._trainer) or self._trainer.val_check_batch is None
-        )
+        trainer = self._trainer  # time decides where there is no interval
+        validates = validates_now(trainer) or (trainer.val_check_batch is None and trainer.enable_validation)
         if self._loop.done:
             self.ledger.skip_rest()
         if self._communication.is_local and (validates or self._loop.done) and not self._agree():
@@ -315,12 +299,9 @@ class Recovery(StepObserver):
         self._calls.defer(False)  # nothing that follows is repeated
 
     def repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> bool:
-        """Run a part of the loops without steps. It is repeated from its beginning, or that of the whole.
+        """Run a part of the loops without steps; return False if steps before it were undone.
 
-        At the begin of a new epoch the batches that are counted are those of the one before.
-
-        Returns:
-            False if steps before it were undone, so that it comes again.
+        It is repeated from its beginning; `is_new_epoch` if the loop still counts the batches of another one.
         """
         if self.ledger.phase_mark is not None or self._is_joining:  # who joins meets nobody yet
             phase()
@@ -348,10 +329,7 @@ class Recovery(StepObserver):
     def _through(
         self, work: Callable[[], None], is_over: Callable[[], bool], num_batches: int | None = None
     ) -> bool:
-        """Run a part of the loops until it has run to its end, or after a change of the ranks is over.
-
-        Return True in the first case; `num_batches` is that of `_enter`.
-        """
+        """Run a part of the loops until it has come to its end, or `is_over` after a change (then False)."""
         while not self._completes(work) or self._is_meeting:
             self._enter(num_batches)
             if is_over():
