@@ -384,7 +384,6 @@ def wrap_steps(trainer: Trainer, steps: Any) -> None:
     _wrap(outer.epoch_loop, "on_advance_end", steps.end_advance)
     _wrap(outer, "on_advance_start", steps.start_epoch)
     _wrap(outer, "setup_data", steps.repeat)
-    _wrap(outer, "on_run_start", steps.start_run)
     _wrap(outer, "on_run_end", steps.end_run)
     _wrap(outer, "on_advance_end", steps.repeat)
     _wrap(trainer, "_run_sanity_check", steps.check_sanity)

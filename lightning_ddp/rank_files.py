@@ -47,12 +47,9 @@ def save_state(
     device: torch.device,
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
-    """Add the shared state to a checkpoint and write this rank's file.
+    """Add the shared state to a checkpoint for `path`; return once all ranks have written their files.
 
-    Returns once all ranks have written their files. Parameters must be synchronized before; rank 0 writes
-    the checkpoint to `path` afterwards.
-
-    Collective: all ranks must call it.
+    Collective: all ranks must call it, with synchronized parameters.
     """
     if not communication.has_state:
         return
@@ -97,9 +94,6 @@ def load_state(
 
     Returns:
         One sentence for each item that could not be restored.
-
-    Raises:
-        ConfigurationError: the format is not known.
     """
     shared = checkpoint.get(KEY)
     if shared is None:
@@ -136,9 +130,9 @@ def _read_own(
         return None, f"{reset}: the path of the checkpoint is not known"
     # A link or a copy of the checkpoint has a different name than its files.
     places = (path, Path(path).parent / shared["name"], Path(path).resolve())
-    candidates = [rank_file(place, group.rank, shared["token"]) for place in places]
-    problems = [f"{candidates[0]} is missing"]
-    for candidate in dict.fromkeys(candidates):
+    candidates = dict.fromkeys(rank_file(place, group.rank, shared["token"]) for place in places)
+    problems = [f"{next(iter(candidates))} is missing"]
+    for candidate in candidates:
         try:
             own = read(candidate)
             if (own["token"], own["rank"]) == (shared["token"], group.rank):

@@ -479,10 +479,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Run backward through the precision plugin; communicates unless gradients accumulate.
-
-        With zeros on a rank that repeats its last batch.
-        """
+        """Run backward (communicates), with zeros on a rank that repeats its last batch."""
         if self._lockstep is not None:
             closure_loss = self._lockstep.scale(closure_loss)
         closure_loss = self._observer.begin_backward(closure_loss)
@@ -604,9 +601,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint, and a file per rank if the hook or averager has state.
-
-        Communicates with such files only; see `rank_files`.
+        """Write the checkpoint, and a file per rank if the hook or averager has state; see `rank_files`.
 
         Collective: all ranks must call it.
         """
@@ -645,10 +640,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             rank_files.remove_files(filepath, self.global_rank)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore optimizers, hook and averager; log each item that could not be restored.
-
-        Outside a run, such as in the main process after a run in spawned processes, only optimizers.
-        """
+        """Restore optimizers, and in a run hook and averager; log each item that could not be restored."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._is_alone():
             assert self.lightning_module is not None

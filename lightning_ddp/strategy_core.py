@@ -294,16 +294,15 @@ class StrategyCore:
         return self._together("broadcast", send, lambda: obj)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
+        """Reduce a tensor, or every tensor of nested dicts, lists and tuples, over the ranks, in place.
 
-        In place, with one collective for all tensors of a dtype. The mean of integers is computed in floating
-        point and written back as integers, as in Lightning. Other objects are returned unchanged.
+        The mean of integers is computed in floating point and written back as integers, as in Lightning.
 
         Collective: all ranks must call it.
 
         Args:
             tensor: a tensor or a nested container, of the same form on all ranks.
-            group: a process group, or a `comm.Group` such as `comm.node_group` makes; None for all ranks.
+            group: a process group, or a `comm.Group`; None for all ranks.
             reduce_op: 'sum', 'mean' (or 'avg'), 'min', 'max', 'product', or a `ReduceOp`.
 
         Raises:
@@ -324,12 +323,9 @@ class StrategyCore:
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """Stack the tensors of all ranks along a new first dimension, in rank order.
+        """Stack the tensors of all ranks, of one shape and dtype, along a new first dimension, in rank order.
 
-        Args:
-            tensor: the same shape and dtype on all ranks.
-            group: a process group; None for all ranks.
-            sync_grads: True to let gradients flow back to the contributing ranks.
+        With `sync_grads` gradients flow back to the contributing ranks.
         """
         if self._group is None:
             return tensor
@@ -340,12 +336,9 @@ class StrategyCore:
         return self._together("all_gather", gather, lambda: tensor.unsqueeze(0))
 
     def reconciliate_processes(self, trace: str) -> None:
-        """End the run on all ranks, with `trace` as the reason (a method of Lightning 1.5).
+        """End the run on all ranks: all raise `PeerFailure` in their main thread (a method of Lightning 1.5).
 
-        Any rank may call it, alone. All ranks, this one included, raise `PeerFailure` in their main thread.
-
-        Args:
-            trace: a formatted traceback, or any text; its last line is the message.
+        Any rank may call it, alone. The last line of `trace`, a traceback or any text, is the message.
         """
         if self._context is not None:
             self._context.control.fail(trace)

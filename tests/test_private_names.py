@@ -563,7 +563,7 @@ def new_trainer(**options: Any) -> pl.Trainer:
     return pl.Trainer(**{**QUIET, "devices": 1, "enable_model_summary": False, **options})
 
 
-STEPS = ("end_advance", "start_epoch", "start_run", "end_run", "check_sanity", "repeat")
+STEPS = ("end_advance", "start_epoch", "end_run", "check_sanity", "repeat")
 """The methods of `wrap_steps`, beside `advance`."""
 
 
@@ -637,7 +637,7 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
     first = called.index(_lightning.FIRST_BARRIERS[0])
     assert called[first : first + 3] == [*_lightning.FIRST_BARRIERS, "_run_sanity_check"]
     called = [name for name in called[first + 2 :] if name and name.isidentifier()]
-    assert called[:4] == ["_run_sanity_check", "setup_data", "on_run_start", "on_advance_start"]
+    assert called[:3] == ["_run_sanity_check", "setup_data", "on_advance_start"]
     assert called[-2:] == ["on_advance_end", "on_run_end"]
     assert _lightning.saved_last(saving) == trainer.global_step
     _lightning.limit_validation(trainer)

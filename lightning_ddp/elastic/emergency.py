@@ -29,8 +29,6 @@ from lightning_ddp.launch.job_context import JobContext
 
 __all__ = ["EmergencyCheckpoint", "EmergencyObserver"]
 
-_FOLDER = "emergency"
-
 
 class EmergencyObserver(StepObserver):
     """Observer of a fit whose only provision for a failure is its last checkpoint.
@@ -99,7 +97,7 @@ class EmergencyCheckpoint:
             return None
         beside = getattr(callbacks[0], "dirpath", None) or f"{self._trainer.default_root_dir}/checkpoints"
         parent, _, _ = str(beside).rstrip("/").rpartition("/")
-        return f"{parent}/{_FOLDER}"
+        return f"{parent}/emergency"
 
     def _settle(self) -> str | None:
         """Make the state that of the last committed step; return the reason if it cannot be."""

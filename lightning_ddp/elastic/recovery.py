@@ -133,6 +133,11 @@ class Recovery(StepObserver):
         if not self._is_joining:
             self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
+    def begin_fit(self) -> None:
+        """Begin a fit, whose boundaries have numbers of their own."""
+        super().begin_fit()
+        self._calls.begin_fit()
+
     def begin_batch(self, batch: Any) -> None:
         """Keep the batch, which may have to be finished without the others."""
         self.ledger.batch = batch
@@ -202,11 +207,6 @@ class Recovery(StepObserver):
             self._trainer.validating = True
             self._loop.val_loop.setup_data()
             self._trainer.training = True
-
-    def start_run(self, start: Callable[[], None]) -> None:
-        """Call the hooks `on_train_start` once; they are interrupted only where they wait for others."""
-        self._calls.begin_fit()
-        start()
 
     def start_epoch(self, start: Callable[[], None]) -> None:
         """Begin an epoch; a process that has joined begins in that of the others."""
