@@ -82,16 +82,13 @@ class CommunicationMonitor(Callback):
             raise ConfigurationError(
                 f"straggler_threshold={straggler_threshold}: expected a fraction of a step above 0"
             )
-        self.every_n_steps = every_n_steps
-        self.straggler_patience = straggler_patience
+        self.every_n_steps, self.straggler_patience = every_n_steps, straggler_patience
         self.straggler_threshold = straggler_threshold
         self.timeline = None if timeline is None else Path(timeline)
         self.recorder: StepRecorder | None = None
         """Recorder of this rank's last steps, during the fit and after it; None before."""
         self._wrapped: BucketedDDP | None = None
-        self._records: list[StepRecord] = []
         self._exchange: _Exchange | None = None
-        self._slow = SlowRanks(straggler_patience)
         self._changes: list[Change] = []
         self._first_step = 0
 
@@ -103,9 +100,13 @@ class CommunicationMonitor(Callback):
                 "CommunicationMonitor needs the strategy 'custom_ddp' or one of its variants, but the"
                 f" Trainer has {type(trainer.strategy).__name__}"
             )
-        self._wrapped, self._records = model, []
+        self._wrapped = model
         self._changes, self._first_step = [], trainer.global_step
         self.recorder = model.record_steps(max(256, 2 * self.every_n_steps))
+        self._begin_exchange(trainer)
+
+    def _begin_exchange(self, trainer: Trainer) -> None:
+        self._records: list[StepRecord] = []
         self._slow = SlowRanks(self.straggler_patience)
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
@@ -116,10 +117,8 @@ class CommunicationMonitor(Callback):
         step = change.step - self._first_step
         self.recorder.begin_again(step)
         self.recorder.take()
-        self._records = []  # drop the partial interval: ranks may have counted it differently
-        self._slow = SlowRanks(self.straggler_patience)
         self._exchange.close()
-        self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
+        self._begin_exchange(trainer)  # without the partial interval, which ranks may have counted otherwise
         self._changes.append(
             Change(
                 step=step,
@@ -147,8 +146,8 @@ class CommunicationMonitor(Callback):
             for known in self._exchange.collect():
                 metrics.update(_straggler_metrics(known))
                 self._warn(known, metrics["step_ms"], self._exchange.hosts)
+            named = {f"communication/{name}": value for name, value in metrics.items()}
             for logger in trainer.loggers:
-                named = {f"communication/{name}": value for name, value in metrics.items()}
                 logger.log_metrics(named, step=batches_that_stepped(trainer))
 
     def _warn(self, known: Lateness, step_ms: float, hosts: dict[int, str]) -> None:

@@ -178,7 +178,7 @@ def test_a_duration_is_a_timedelta_or_seconds(duration) -> None:
     strategy = CustomDDPStrategy(
         **dict.fromkeys(names, duration), on_failure={"name": "replace", "wait_s": duration}
     )
-    settings = strategy._reconcile_settings
+    settings = strategy._supervision
     assert strategy._group_timeout == strategy._timeout == timedelta(seconds=90)
     assert settings.heartbeat_timeout_s == settings.failure_grace_s == settings.stall_timeout_s == 90
     assert settings.recovery.wait_s == 90

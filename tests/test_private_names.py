@@ -530,6 +530,10 @@ def new_trainer(**options: Any) -> pl.Trainer:
     return pl.Trainer(**{**QUIET, "devices": 1, "enable_model_summary": False, **options})
 
 
+STEPS = ("end_advance", "start_epoch", "end_run", "check_sanity", "repeat")
+"""The methods of `wrap_steps`, beside `advance`."""
+
+
 @canary(
     "pytorch_lightning.loops.fit_loop._FitLoop()._combined_loader",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached",
@@ -561,16 +565,7 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
             raise ArithmeticError
 
     trainer = new_trainer(max_epochs=1, limit_val_batches=0, callbacks=[Ends()])
-    _lightning.wrap_steps(
-        trainer,
-        advance=advance,
-        on_advance_end=step,
-        on_epoch_start=step,
-        on_run_start=step,
-        on_run_end=step,
-        sanity_check=step,
-        others=step,
-    )
+    _lightning.wrap_steps(trainer, SimpleNamespace(**dict.fromkeys(STEPS, step), advance=advance))
     trainer.fit(Model(look))
     num_batches = trainer.num_training_batches
     assert seen == list(range(num_batches))
@@ -581,7 +576,6 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
 @canary(
     "pytorch_lightning.Trainer._run_sanity_check",
     "pytorch_lightning.loops.evaluation_loop._EvaluationLoop()._max_batches",
-    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_epoch",
     "pytorch_lightning.trainer.connectors.checkpoint_connector._CheckpointConnector.resume_end",
     "pytorch_lightning.callbacks.ModelCheckpoint()._last_global_step_saved",
 )
@@ -593,11 +587,6 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
         called.append(original.__name__)
         if original.__name__ == "_run_sanity_check":
             _lightning.limit_validation(trainer)
-        if original.__name__ == "on_run_start":
-            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
-            _lightning.set_up_validation(trainer)
-            assert trainer.val_dataloaders is data
-            assert trainer.training
         original(*arguments)
 
     saving = pl.callbacks.ModelCheckpoint(tmp_path)
@@ -608,23 +597,14 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
         "limit_val_batches": 2,
     }
     trainer = new_trainer(callbacks=[saving], **options)
-    _lightning.wrap_steps(
-        trainer,
-        advance=note,
-        on_advance_end=note,
-        on_epoch_start=note,
-        on_run_start=note,
-        on_run_end=note,
-        sanity_check=note,
-        others=note,
-    )
+    _lightning.wrap_steps(trainer, SimpleNamespace(**dict.fromkeys(STEPS, note), advance=note))
     data = DataLoader(torch.ones(8, 32), sampler=DistributedSampler(range(8), 2, 0))
     trainer.strategy.barrier = called.append
     trainer.fit(Model(lambda model: None), val_dataloaders=data)
     first = called.index(_lightning.FIRST_BARRIERS[0])
     assert called[first : first + 3] == [*_lightning.FIRST_BARRIERS, "_run_sanity_check"]
     called = [name for name in called[first + 2 :] if name and name.isidentifier()]
-    assert called[:4] == ["_run_sanity_check", "setup_data", "on_run_start", "on_advance_start"]
+    assert called[:3] == ["_run_sanity_check", "setup_data", "on_advance_start"]
     assert called[-2:] == ["on_advance_end", "on_run_end"]
     assert _lightning.saved_last(saving) == trainer.global_step
     _lightning.limit_validation(trainer)
@@ -682,16 +662,10 @@ def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
     def call(original: Any, *arguments: Any) -> None:
         original(*arguments)
 
-    def fit(advance: Any, on_epoch_start: Any, sanity_check: Any) -> None:
+    def fit(**own: Any) -> None:
         trainer = new_trainer(max_epochs=1, limit_val_batches=0, limit_train_batches=3)
-        own = {"advance": advance, "on_epoch_start": on_epoch_start, "sanity_check": sanity_check}
-        parts = {
-            name: functools.partial(function, trainer) if function is not call else call
-            for name, function in own.items()
-        }
-        _lightning.wrap_steps(
-            trainer, **parts, on_advance_end=call, on_run_start=call, on_run_end=call, others=call
-        )
+        parts = {name: functools.partial(function, trainer) for name, function in own.items()}
+        _lightning.wrap_steps(trainer, SimpleNamespace(**dict.fromkeys((*STEPS, "advance"), call) | parts))
         trainer.fit(Model(look))
         assert [vars(counter)["completed"] for counter in _lightning.loop_counters(trainer)[:2]] == [3, 3]
 
@@ -702,7 +676,7 @@ def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
         original(fetcher)
 
     def take(trainer: Any, original: Any) -> None:
-        _lightning.prepare_loaders(trainer, validates=False)
+        trainer.fit_loop.setup_data()
         _lightning.restore_checkpoint(trainer, dict(taken["state"]))
         _lightning.callback_metrics(trainer).update(taken["metrics"])
 
@@ -716,9 +690,9 @@ def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
             _lightning.fetch_anew(trainer, 1)
         original(fetcher)
 
-    fit(give, call, call)
+    fit(advance=give)
     givers, begun = begun, []
-    fit(go_on, enter, take)
+    fit(advance=go_on, start_epoch=enter, check_sanity=take)
     assert [entry[0] for entry in givers] == [0, 1, 2]
     assert [entry[:2] for entry in begun] == [(1, 1), (2, 2)]
     assert begun[0] == givers[1]

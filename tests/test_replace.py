@@ -46,16 +46,7 @@ class Ledger(test_shrink.Ledger):
         steps = self.by_step()
         assert list(steps) == list(range(len(steps)))
         for step, entries in steps.items():
-            for key in (
-                "parameters",
-                "optimizer",
-                "average",
-                "lr",
-                "generation",
-                "epoch",
-                "batch",
-                "world_size",
-            ):
+            for key in SAME:
                 assert len({entry[key] for entry in entries}) == 1, (step, key, entries)
             places = [entry["place"] for entry in entries]
             assert len(places) == len(set(places))

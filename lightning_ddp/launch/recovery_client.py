@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -112,6 +113,7 @@ class RecoveryClient:
             watch.update(RankState.stand)
         else:
             watch.update(lambda state: state.answer(progress))
+            gc.collect()  # frees what is left of an earlier group, while the others report
         with self.waiting():
             while True:
                 self._changed.clear()

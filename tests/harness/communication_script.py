@@ -33,7 +33,6 @@ POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}
 RESUMED: dict[str, dict[str, Any]] = {
     "powersgd": {"ddp_comm_hook": POWERSGD},
     "bf16_topk": {"ddp_comm_hook": ["bf16", {"name": "topk", "ratio": 0.1}], "bucket_cap_mb": 0.001},
-    "randomk": {"ddp_comm_hook": {"name": "randomk", "ratio": 0.1}},
     "sign": {"ddp_comm_hook": "sign"},
     "post_local_sgd": {"model_averaging": {"name": "post_local_sgd", "start_step": 2, "period": 3}},
     "node": {
@@ -45,19 +44,9 @@ RESUMED: dict[str, dict[str, Any]] = {
         },
         "ddp_comm_hook": "sign",
     },
-    "hierarchical_sgd": {"model_averaging": {"name": "hierarchical_sgd", "periods": {3: 0}}},
-    "slowmo": {"model_averaging": {"name": "slowmo", "start_step": 2, "period": 3}},
     "diloco": {"model_averaging": {"name": "diloco", "period": 3, "encoding": "int8"}},
     "streaming_diloco": {
         "model_averaging": {"name": "streaming_diloco", "period": 6, "num_fragments": 2, "delay": 2}
-    },
-    "average": {
-        "model_averaging": {
-            "name": "post_local_sgd",
-            "start_step": 0,
-            "period": 3,
-            "optimizer_state": "average",
-        }
     },
     "scaled": {"model_averaging": {"name": "post_local_sgd", "start_step": 1, "period": 3}},
 }
@@ -232,18 +221,10 @@ def main() -> None:
     elif case == "different":
         hook = ["fp16", "bf16"][int(os.environ.get("LOCAL_RANK", "0"))]
         answer = train(folder, ddp_comm_hook=hook)
-    elif case == "shape":
-        answer = train(folder, ddp_comm_hook=wrong_shape)
     else:
         raise SystemExit(f"no case {case!r}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.save(answer, folder / f"result.{rank}")
-
-
-def wrong_shape(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer()[1:])
-    return future
 
 
 if __name__ == "__main__":
