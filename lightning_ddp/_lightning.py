@@ -835,6 +835,12 @@ def set_launcher(strategy: Any, launcher: Any) -> None:
     _set(strategy, "_launcher", launcher)
 
 
+def set_world_ranks(strategy: Any) -> None:
+    """Set ranks and world size in the cluster environment: Fabric calls its method `_set_world_ranks`."""
+    method = getattr(strategy, "set_world_ranks", None) or _get(strategy, "_set_world_ranks")
+    method()
+
+
 def pass_for_fabrics(launcher: Any) -> None:
     """Register a launcher as Fabric's `_MultiProcessingLauncher` or `_SubprocessScriptLauncher`."""
     kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
