@@ -125,8 +125,8 @@ def _root_in_use() -> str:
 
 
 def _root_of(owner: object) -> str | None:
-    """Return the namespace of an object's class or of its first base with one; None without any."""
-    for kind in type(owner).__mro__:
+    """Return the namespace of a class, or an object's class, or its first base with one; None without any."""
+    for kind in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         for name, root in {**dict(zip(ROOTS, ROOTS, strict=True)), **FABRICS}.items():
             if f"{kind.__module__}.".startswith(f"{name}."):
                 return root

@@ -1,4 +1,4 @@
-"""Trains on 64 numbered samples; each rank notes its numbers, samples and weights: `engine_script.py ORDER`."""
+"""Trains on 64 numbered samples; each rank notes its numbers, samples, weights: `engine_script.py ORDER`."""
 
 from __future__ import annotations
 
