@@ -18,8 +18,8 @@ __all__ = ["ray_strategy_class"]
 def ray_strategy_class() -> type[CustomDDPStrategy]:
     """Return `RayCustomDDPStrategy`, a subclass of this package's strategy and of Ray's own.
 
-    `ray.train.lightning.prepare_trainer` accepts subclasses of its strategies only. Ray starts the workers and
-    makes their process group before the training function is called; ranks and devices are Ray's.
+    `ray.train.lightning.prepare_trainer` accepts subclasses of its strategies only. Ray starts the workers,
+    and makes their process group before it calls the training function; ranks and devices are Ray's.
 
     Raises:
         ImportError: Ray Train is not installed.

@@ -46,7 +46,8 @@ def test_workers_train_to_the_weights_of_ray_s_own_strategy(python: Path, worker
     assert ours["world_size"] == rays["world_size"] == workers
     assert ours["weights"] == pytest.approx(rays["weights"], rel=1e-6)
     assert ours["epochs"] == rays["epochs"] == 2  # that the callback reported, each with a checkpoint
-    assert ours["checkpoint"] and rays["checkpoint"]
+    assert ours["checkpoint"]
+    assert rays["checkpoint"]
 
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])

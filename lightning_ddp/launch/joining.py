@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment
+from lightning_ddp._torch import default_store
 from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.hydra_jobs.jobs import jobs, share_job
@@ -99,6 +100,12 @@ class Joining:
             self._connect(store)
             if self._has_launcher and self._is_elsewhere and not (context.num_failed or context.is_joining):
                 store = self._meet_elsewhere()
+            context.store = store
+        elif (
+            context.store is None and self._world_size > 1
+        ):  # of a group that something else, as Ray, has made
+            store = dist.PrefixStore("lightning_ddp", default_store())
+            self._connect(store)
             context.store = store
         if context.store is not None and not self._has_launcher and self._world_size > 1:
             with self._waiting(lambda: FIRST_JOB):
