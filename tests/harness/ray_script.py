@@ -1,4 +1,4 @@
-"""Trains under Ray Train's TorchTrainer and notes what came out: `ray_script.py ORDER`."""
+"""Trains under Ray Train's TorchTrainer, in several ways in one cluster: `ray_script.py FOLDER ORDERS`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(order: dict[str, Any]) -> None:
 
         def on_fit_end(self) -> None:
             if self.global_rank == 0:
-                weights = [float(parameter) for parameter in self.parameters()]
+                weights = [parameter.item() for parameter in self.parameters()]
                 note = {"weights": weights, "world_size": self.trainer.world_size}
                 Path(order["folder"], "worker.json").write_text(json.dumps(note))
 
@@ -72,26 +72,29 @@ def train(order: dict[str, Any]) -> None:
     trainer.fit(Model(), DataLoader(torch.arange(64.0), batch_size=4))
 
 
-def main() -> None:
-    order: dict[str, Any] = json.loads(sys.argv[1])
+def fit(order: dict[str, Any]) -> dict[str, Any]:
+    """How one training ends."""
     folder = Path(order["folder"])
-    ray.init(num_cpus=order["workers"] + 1, include_dashboard=False, log_to_driver=True)
+    folder.mkdir()
     trainer = TorchTrainer(
         train,
         train_loop_config=order,
         scaling_config=ScalingConfig(num_workers=order["workers"], resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(storage_path=str(folder / "ray"), name="run"),
+        run_config=RunConfig(storage_path=str(folder), name="run"),
     )
-    note: dict[str, Any] = {}
     try:
         result = trainer.fit()
     except Exception as error:  # noqa: BLE001 (what Ray raises is what is tested)
-        note["error"] = f"{type(error).__name__}: {error} {error.__cause__}"
-    else:
-        note = json.loads((folder / "worker.json").read_text())
-        note["checkpoint"] = result.checkpoint is not None
-        note["epochs"] = result.metrics["epoch"] + 1
-    (folder / "result.json").write_text(json.dumps(note))
+        return {"error": f"{type(error).__name__}: {error} {error.__cause__}"}
+    note = json.loads((folder / "worker.json").read_text())
+    return {**note, "checkpoint": result.checkpoint is not None, "epochs": result.metrics["epoch"] + 1}
+
+
+def main() -> None:
+    folder, orders = Path(sys.argv[1]), json.loads(sys.argv[2])
+    ray.init(num_cpus=5, include_dashboard=False)
+    notes = {name: fit({"folder": str(folder / name), **order}) for name, order in orders.items()}
+    (folder / "notes.json").write_text(json.dumps(notes))
 
 
 if __name__ == "__main__":
