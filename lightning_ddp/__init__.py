@@ -31,6 +31,7 @@ __all__ = [
     "CustomFabricStrategy",
     "DataParallel",
     "PeerFailure",
+    "RayCustomDDPStrategy",
     "Trainer",
     "available_variants",
     "data_parallel",
@@ -64,6 +65,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of it
             return importlib.import_module(f"lightning_ddp.{name}")
         if name == "Trainer":
             return importlib.import_module("lightning_ddp.trainer").trainer_class()
+        if name == "RayCustomDDPStrategy":
+            return importlib.import_module("lightning_ddp.ray_train").ray_strategy_class()
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"lightning_ddp.{_LATER[name]}"), name)
@@ -71,7 +74,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of it
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_CATALOGUES, *_LATER, "Trainer"})
+        return sorted({*globals(), *_CATALOGUES, *_LATER, "RayCustomDDPStrategy", "Trainer"})
 
 
 adopt_from_environment()

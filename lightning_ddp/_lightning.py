@@ -118,8 +118,8 @@ def _root_in_use() -> str:
 
 
 def _root_of(owner: object) -> str | None:
-    """Return the namespace of an object's class or of its first base with one; None without any."""
-    for kind in type(owner).__mro__:
+    """Return the namespace of a class, or an object's class, or its first base with one; None without any."""
+    for kind in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         for name, root in {**dict(zip(ROOTS, ROOTS, strict=True)), **FABRICS}.items():
             if f"{kind.__module__}.".startswith(f"{name}."):
                 return root
@@ -721,6 +721,12 @@ def running_hook(module: LightningModule) -> str | None:
 def set_launcher(strategy: Any, launcher: Any) -> None:
     """Set the value of `Strategy.launcher`: `_launcher`."""
     _set(strategy, "_launcher", launcher)
+
+
+def set_world_ranks(strategy: Any) -> None:
+    """Set ranks and world size in the cluster environment: Fabric calls its method `_set_world_ranks`."""
+    method = getattr(strategy, "set_world_ranks", None) or _get(strategy, "_set_world_ranks")
+    method()
 
 
 def pass_for_fabrics(launcher: Any) -> None:

@@ -130,6 +130,11 @@ def name_of_group(process_group: Any) -> str:
     return str(dist.distributed_c10d._world.pg_names[process_group])
 
 
+def default_store() -> Any:
+    """Return the store of the default process group: `_get_default_store`."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def count_groups_anew() -> None:
     """Give the next default group the name of the first, as after a destroyed group.
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_ddp.rank_files as rank_files
-from lightning_ddp._lightning import adopt, bind_like, choose_backend, set_launcher
+from lightning_ddp._lightning import adopt, bind_like, choose_backend, set_launcher, set_world_ranks
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
@@ -142,7 +142,29 @@ class StrategyCore:
         """True if each rank runs the script, instead of a function that is sent to it."""
         return self._chosen_start_method not in get_args(FunctionMethod)
 
+    def _settle_nodes(self) -> None:
+        """Take the numbers of nodes and devices from the engine where the script leaves them open."""
+        from lightning_ddp.launch.environment import settle_nodes
+
+        if type(self.cluster_environment).__name__ != "LightningEnvironment":
+            return  # ranks that an engine has started, or the user's own environment
+        devices = self.parallel_devices or []
+        available = self.accelerator.auto_device_count()
+        settled = settle_nodes(self.num_nodes, len(devices), is_open=len(devices) == available)
+        if settled == (self.num_nodes, len(devices)):
+            return
+        self.num_nodes, num_devices = settled
+        if num_devices != len(devices):
+            is_cpu = devices[0].type == "cpu"
+            if not is_cpu and num_devices > available:
+                raise ConfigurationError(
+                    f"the engine asks for {num_devices} devices of each node, but {available} are here"
+                )
+            self.parallel_devices = devices[:1] * num_devices if is_cpu else devices[:num_devices]
+        set_world_ranks(self)
+
     def _configure_launcher(self) -> None:
+        self._settle_nodes()
         launcher: ScriptLauncher | MultiprocessLauncher
         if self._runs_script:
             from lightning_ddp.launch.launcher import ScriptLauncher

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ddp._lightning import ROOTS, lightnings
+from lightning_ddp._lightning import ROOTS
 from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.launch.environment import take_slurm_task
 from lightning_ddp.launch.program import Program
 from lightning_ddp.supervise.protocol import DrainNode, DrainNodeReply, Message
 
@@ -63,7 +64,7 @@ class Run:
         if not sys.flags.safe_path:
             del sys.path[0]  # the folder of what Python was started with
         _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
-        _launch_on_each_node()
+        take_slurm_task()
         from lightning_ddp.launch.supervisor import Supervisor  # only here, as all commands import this file
 
         return Supervisor().run(program)
@@ -89,21 +90,6 @@ def _namespaces(program: Program) -> list[str]:
     is_named = {root: re.search(pattern, text) for root, pattern in zip(ROOTS, patterns, strict=True)}
     there = [root for root in ROOTS if importlib.util.find_spec(root.partition(".")[0]) is not None]
     return [root for root in there if is_named[root]] or there[:1]
-
-
-def _launch_on_each_node() -> None:
-    """If srun has started one task a node, let this process launch the ranks of its node.
-
-    It gets the variables of a node that was started by hand; without SLURM_NTASKS Lightning does not take it
-    for a rank.
-    """
-    num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
-    if num_tasks is None or num_tasks != os.environ.get("SLURM_NNODES") or not kind.detect():
-        return
-    slurm = kind()
-    address, port, node = slurm.main_address, slurm.main_port, slurm.node_rank()
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
-    del os.environ["SLURM_NTASKS"]
 
 
 class Leave:

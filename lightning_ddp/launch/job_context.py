@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import lightning_ddp.shm.shared_memory  # noqa: F401 (its exit handler has to run after that of this module)
 from lightning_ddp._lightning import ClusterEnvironment
-from lightning_ddp._torch import known_groups, never_destroy
+from lightning_ddp._torch import default_store, known_groups, never_destroy
 from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.hydra_jobs.agreement import share_job
@@ -340,6 +340,10 @@ class Joining:
             self._connect(store)
             if self._has_launcher and self._is_elsewhere and not (context.num_failed or context.is_joining):
                 store = self._meet_elsewhere()
+            context.store = store
+        elif context.store is None and self._world_size > 1:  # something else, as Ray, has made the group
+            store = dist.PrefixStore("lightning_ddp", default_store())
+            self._connect(store)
             context.store = store
         if context.store is not None and not self._has_launcher and self._world_size > 1:
             with self._waiting(lambda: FIRST_JOB):

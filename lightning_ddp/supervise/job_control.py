@@ -174,12 +174,21 @@ class JobControl:
                     self._verdict.echo(record, now)
                     self._end_with_echoes()
             case protocol.PeerDisconnected(record):
-                process = self.job.roster.of(record) if self.job.goes_on else None
-                if process is None or process.is_member:
-                    self._verdict.vanished(self._ranked(record), now)
+                self._vanished(record, now)
             case protocol.Exited(record):
                 if self.job.exited(record, now):
                     self._verdict.exited(self._ranked(record), now)
+
+    def _vanished(self, record: FailureRecord, now: float) -> None:
+        """Handle the end of a process that its children have noticed."""
+        process = self.job.roster.of(record) if self.job.goes_on else None
+        there = [member for member in self.job.roster.remaining if member.node == record.node_rank]
+        if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
+            for member in there:  # a launching process that is no rank: nobody is left who starts ranks there
+                lost = FailureRecord.of_identity(member.who, "its launching process died")
+                self._lose(member, lost, now, has_ended=False)
+        elif process is None or process.is_member:
+            self._verdict.vanished(self._ranked(record), now)
 
     def _newcomer(self, record: FailureRecord) -> Process | None:
         """Return the process of a record if the others continue without it, as it has no state."""
