@@ -31,7 +31,6 @@ __all__ = [
     "CustomFabricStrategy",
     "DataParallel",
     "PeerFailure",
-    "RayCustomDDPStrategy",
     "Trainer",
     "available_variants",
     "data_parallel",

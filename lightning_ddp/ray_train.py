@@ -24,7 +24,9 @@ def ray_strategy_class() -> type[CustomDDPStrategy]:
     Raises:
         ImportError: Ray Train is not installed.
     """
-    from ray.train.lightning import RayDDPStrategy
+    from ray.train.lightning import (  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
+        RayDDPStrategy,
+    )
 
     ours: Any = bind_like(RayDDPStrategy, CustomDDPStrategy)
 

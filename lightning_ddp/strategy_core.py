@@ -148,7 +148,8 @@ class StrategyCore:
 
         if type(self.cluster_environment).__name__ != "LightningEnvironment":
             return  # ranks that an engine has started, or the user's own environment
-        devices = self.parallel_devices or []
+        own: Any = self  # of the class after this one
+        devices = own.parallel_devices or []
         available = self.accelerator.auto_device_count()
         settled = settle_nodes(self.num_nodes, len(devices), is_open=len(devices) == available)
         if settled == (self.num_nodes, len(devices)):
@@ -160,7 +161,7 @@ class StrategyCore:
                 raise ConfigurationError(
                     f"the engine asks for {num_devices} devices of each node, but {available} are here"
                 )
-            self.parallel_devices = devices[:1] * num_devices if is_cpu else devices[:num_devices]
+            own.parallel_devices = devices[:1] * num_devices if is_cpu else devices[:num_devices]
         set_world_ranks(self)
 
     def _configure_launcher(self) -> None:

@@ -29,7 +29,7 @@ HOUSE = (
     ("elastic", "strategy_core"),
     ("fabric", "loop_parts"),
     ("strategy",),
-    ("callbacks", "trainer", "variants"),
+    ("callbacks", "ray_train", "trainer", "variants"),
     ("conf", "tools"),
     ("cli",),
     ("__init__", "__main__"),
@@ -47,6 +47,7 @@ KNOWS_LIGHTNING = {
     "variants",
     "launch",
     "loop_parts",
+    "ray_train",
     "tools",
 }
 READS_ENVIRONMENT = {"hydra_jobs", "launch", "tools"}
