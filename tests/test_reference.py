@@ -43,11 +43,16 @@ ON_FAILURE = {
 SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
 
 
-def arguments(owner: type, without: Iterable[str]) -> Iterator[Option]:
-    """The arguments of a class, as the section `Args:` of its docstring describes them."""
+def described_arguments(owner: type) -> dict[str, str]:
+    """What the section `Args:` of the docstring of a class says of each."""
     section = re.search(r"^Args:\n((?:[ ]{4}.*\n?|\n(?=[ ]{4}))+)", inspect.getdoc(owner), re.MULTILINE)
     entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", textwrap.dedent(section[1]), re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in entries}
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def arguments(owner: type, without: Iterable[str]) -> Iterator[Option]:
+    """The arguments of a class; those of the wrapper are described by the wrapper alone."""
+    texts = described_arguments(BucketedDDP) | described_arguments(owner)
     for name, parameter in inspect.signature(owner).parameters.items():
         if name not in without:
             yield name, parameter.default, texts[name]
