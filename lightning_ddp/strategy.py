@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.elastic.takeover import Journal
     from lightning_ddp.launch.job_context import JobContext
-    from lightning_ddp.launch.stop_signals import StepStop
+    from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.supervise.orders import NewGeneration
 
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
@@ -252,7 +252,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         assert self._context is not None
-        from lightning_ddp.launch.stop_signals import StepStop
+        from lightning_ddp.launch.step_stop import StepStop
 
         self.accelerator.setup(trainer)
         self._stopping = self._stopping or StepStop(self._context)

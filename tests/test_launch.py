@@ -27,7 +27,7 @@ from user_script import STEPS, order, read_notes, wait_for_notes
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import interface, rendezvous
 from lightning_ddp.launch import job_context as contexts
-from lightning_ddp.launch.processes import Children
+from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings

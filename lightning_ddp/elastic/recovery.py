@@ -47,7 +47,8 @@ from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext, global_seed
 from lightning_ddp.launch.recovery_client import RecoveryClient
-from lightning_ddp.launch.stop_signals import StepStop, tell_long_wait
+from lightning_ddp.launch.step_stop import StepStop
+from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
 __all__ = ["Recovery"]

@@ -24,10 +24,10 @@ from lightning_ddp.comm.exit import before_gloo_ends_the_process
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
+from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
 from lightning_ddp.launch.last_words import EndLimit, exit_now, fill_error_file
-from lightning_ddp.launch.processes import Children
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on

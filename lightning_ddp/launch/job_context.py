@@ -31,10 +31,10 @@ from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.hydra_jobs.agreement import share_job
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
+from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
 from lightning_ddp.launch.interface import backend_names, choose_interface, is_loopback
 from lightning_ddp.launch.last_words import exit_now, show_report
-from lightning_ddp.launch.processes import Children
 from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,

@@ -40,10 +40,10 @@ from lightning_ddp._torch import keep_sockets_in
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
+from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import JobContext, job_context
 from lightning_ddp.launch.launcher import node_rank_of
-from lightning_ddp.launch.processes import exit_message, exit_record
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses

@@ -1,4 +1,4 @@
-"""Signals: while a rank waits for others, at the step boundaries of a run, and Ctrl-C."""
+"""Handlers of signals: while a rank waits for others, in a run, and after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,25 +11,13 @@ import time
 import types
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_ddp._lightning import (
-    at_step_boundaries,
-    is_fitting,
-    note_sigterm,
-    replace_signal_handlers,
-    sigterm_exception,
-)
 from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
-from lightning_ddp.supervise.orders import Wish, WishKind
-from lightning_ddp.supervise.rank_state import Passage
+from lightning_ddp.supervise.orders import Wish
 
-if TYPE_CHECKING:
-    from lightning_ddp._lightning import Trainer
-    from lightning_ddp.launch.job_context import JobContext
-
-__all__ = ["StepStop", "StopSignals", "ended_by_interrupt", "second_interrupt_ends", "tell_long_wait"]
+__all__ = ["StopSignals", "ended_by_interrupt", "second_interrupt_ends", "tell_long_wait"]
 
 LONG_S = 5.0
 _IGNORED_WITHIN_S = 60.0
@@ -129,68 +117,6 @@ class StopSignals:
         self._watch.ask(self._request(int(number)))
         if callable(previous):
             previous(number, frame)
-
-
-class StepStop:
-    """Stops the loops of one Trainer for a signal, at the step boundary on which all ranks agree.
-
-    Lightning asks for a signal with a collective in every step. Here the loops read the order of the control
-    channel, which costs a lock and a counter.
-    """
-
-    def __init__(self, context: JobContext) -> None:
-        self._context = context
-        self._trainer: Trainer | None = None
-        self._requeue: Any = None
-
-    def attach(self, trainer: Trainer) -> None:
-        """Replace Lightning's handlers, where there is a control channel, before it registers them."""
-        self._context.control.follow(trainer)  # another launcher may have begun its run
-        if self._context.control.watch is None or self._trainer is trainer:
-            return
-        self._trainer = trainer
-        self._requeue = replace_signal_handlers(
-            trainer, on_sigterm=_leave_to_stop_signals, on_requeue=self._ask_to_stop
-        )
-        # where the run continues without ranks, the loop is wrapped, and calls it also on a rank alone
-        at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
-
-    def check(self) -> bool:
-        """Pass a step boundary; return True if all ranks meet here, as others join or leave.
-
-        All ranks pass the same boundaries.
-
-        Raises:
-            SIGTERMException: all ranks stop here.
-            PeerFailure: another rank failed.
-        """
-        ours = self._context.control
-        if self._trainer is None or (passage := ours.reached_step_boundary()) is Passage.GO:
-            return False
-        if passage is Passage.MEET:
-            return True
-        note_sigterm(self._trainer)
-        wish = ours.watch.state.stops_for if ours.watch is not None else None
-        if wish is not None and wish.is_requeue:
-            # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
-            self._requeue(wish.signal, None)
-        raise sigterm_exception(self._trainer)
-
-    def check_evaluation(self) -> None:
-        """Pass a step of an evaluation: a boundary unless it belongs to a fit, which has its own."""
-        self._context.control.interrupt.activity.advance()
-        if self._trainer is not None and not is_fitting(self._trainer):
-            self.check()
-
-    def _ask_to_stop(self, number: int, frame: types.FrameType | None) -> None:
-        """Handle the signal by which SLURM announces the end of a job."""
-        watch = self._context.control.watch
-        if watch is not None:
-            watch.ask(Wish(WishKind.STOP, int(number), is_requeue=True))
-
-
-def _leave_to_stop_signals(number: int, frame: types.FrameType | None) -> None:
-    """Do nothing in place of Lightning's handler: `StopSignals` has its own, which Lightning calls next."""
 
 
 def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
+from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.last_words import show_report
-from lightning_ddp.launch.processes import Children, exit_record
 from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
 from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
