@@ -78,20 +78,21 @@ class BucketedDDP(Joinable, torch.nn.Module):
             moved; None to leave inputs alone.
         output_device: Device of the module, or None. Kept for torch's signature.
         dim: Only 0. Kept for torch's signature.
-        broadcast_buffers: When rank 0's buffers are copied: 'auto' (also None) before a forward that reads
-            them, True before each forward that follows a synchronized forward, False never, not even at
-            construction.
-        init_sync: If True, construction compares the parameters of the ranks and broadcasts rank 0's
-            parameters and buffers. If False, the caller guarantees that all ranks hold the same values.
+        broadcast_buffers: When rank 0's buffers are copied to all ranks: 'auto' (also None) before a forward
+            that reads them, True before each forward, False never. BatchNorm reads its buffers in eval mode
+            only. A forward after one without synchronization copies none; with False, construction does not
+            either.
+        init_sync: If True, construction compares the models of the ranks and broadcasts rank 0's state. If
+            False, the caller guarantees that all ranks hold the same values.
         process_group: Process group of the ranks; None for the default group.
         bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB; with None
             and CPU ranks on several hosts the first buckets are smaller.
-        find_unused_parameters: If True, parameters may take no part in the loss, on some ranks or on all. The
+        find_unused_parameters: If True, parameters may take no part in the loss on some ranks or all. The
             graph of the outputs is searched after each forward. A parameter that no rank has used keeps its
             `.grad`; a parameter that some ranks have used gets the mean, with zeros from the others.
         check_reduction: Only False. Deprecated in torch, without effect.
         gradient_as_bucket_view: If True (also None), `.grad` is a view of the bucket after a synchronized
-            backward pass, which saves a copy and the memory of one gradient per parameter.
+            backward pass. That saves a copy and the memory of one gradient per parameter.
         static_graph: If True, every step must have the graph of the first step, which is recorded there.
             Parameters may be unused, or get several gradients in one backward pass (re-entrant
             checkpointing); a graph that changes is an error.
@@ -105,8 +106,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; None to
             use `bucket_cap_mb`. The last size holds for all further buckets.
         batched_grad_copy: No effect; kept for torch's signature.
-        forward_sync_buffers: True or False as for `broadcast_buffers`, except that construction always copies
-            buffers; None to use `broadcast_buffers`.
+        forward_sync_buffers: True or False as for `broadcast_buffers`; None to use that. Construction copies
+            the buffers in both cases.
         interrupt: Failure that another thread may report, or None; every wait raises it within 0.1 s.
         transport: How gradients of CPU ranks travel: 'auto', 'shared_memory' or 'gloo'. 'auto' uses shared
             memory within a host, and gloo between one rank per host; the process group where shared memory is
