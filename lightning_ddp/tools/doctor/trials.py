@@ -84,13 +84,13 @@ class Verdict:
         """Record a problem, unless there is one already."""
         self.problem = self.problem or problem
 
-    def check(self, where: str, claim: Claim, module: nn.Module | None = None) -> None:
-        """Compare numbers with their bounds, on the CPU; those of all parameters of `module`, if given.
+    def check(self, where: str, claim: Claim, module: nn.Module | None = None, noise: float = 0.0) -> None:
+        """Compare numbers with their bounds plus `noise`; those of all parameters of `module`, if given.
 
         A non-finite number is a problem.
         """
         found, expected = (tensor.detach().cpu().double() for tensor in (claim.found, claim.expected))
-        bound = torch.as_tensor(claim.bound, dtype=torch.float64).expand_as(found)
+        bound = torch.as_tensor(claim.bound, dtype=torch.float64).expand_as(found) + noise
         error = (found - expected).abs()
         self.num_values += found.numel()
         is_wrong = ~(error <= bound)
@@ -268,7 +268,7 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
             training.backward(batch)
         found, scale = _gradients(ours.module), float(rows.abs().max())
         mean, bound = mean_of(rows)
-        verdict.check(where, Claim("mean", found, mean, bound + ranks.noise * scale), ours.module)
+        verdict.check(where, Claim("mean", found, mean, bound), ours.module, ranks.noise * scale)
         claim = Claim("value beside torch's", found, _gradients(theirs.module), tolerance * scale)
         verdict.check(where, claim, ours.module)
         for training in (ours, theirs):
@@ -305,7 +305,7 @@ def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
         residuals = ranks.gather(_residual(after, module))
         noise = ranks.noise * float(rows.abs().max())
         for claim in HOOKS[name][1](Outcome(rank=ranks.rank, rows=rows, found=found, residuals=residuals)):
-            verdict.check(where, claim._replace(bound=claim.bound + noise), module)
+            verdict.check(where, claim, module, noise)
         first = ranks.gather(found)[0]
         if name != "noop":
             verdict.check(where, Claim("result beside rank 0's", found, first, 0.0), module)
