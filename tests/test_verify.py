@@ -19,8 +19,15 @@ from lightning_ddp.cli import main
 from lightning_ddp.hooks import available_hooks
 from lightning_ddp.hooks.allreduce import AllReduce
 from lightning_ddp.hooks.base import Part
-from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Claim
-from lightning_ddp.tools.doctor.trials import HOST_WAITS, Ranks, Verdict, trials_of
+from lightning_ddp.tools.doctor.trials import (
+    AVERAGERS,
+    HOOKS,
+    HOST_WAITS,
+    Claim,
+    Ranks,
+    Verdict,
+    trials_of,
+)
 from lightning_ddp.tools.doctor.verify import KILLED
 
 DEADLINE_S = 120

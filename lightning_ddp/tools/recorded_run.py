@@ -133,6 +133,7 @@ def _draw_lanes(lanes: Sequence[Lane], axes: Any) -> None:
         top += lane.num_rows + 1
     axes.set(xlim=(0, whole), ylim=(top - 0.5, -0.7), xlabel="ms since the first forward that is shown")
     axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set_axisbelow(True)
     keys = [Patch(color=color, label=label) for color, label in KINDS.values()]
     axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(keys))
 
@@ -236,14 +237,14 @@ def _values(recording: Recording, late_ms: Points) -> dict[str, Points]:
     """Return what the page tells of each step of a rank, by title with the unit."""
     steps = recording.steps
     return {
-        "step, from forward to forward (ms)": [
+        "step (ms)": [
             (step.step, (after.forward_start - step.forward_start) / _NS_PER_MS)
             for step, after in pairwise(steps)
             if after.step == step.step + 1 and None not in (step.forward_start, after.forward_start)
         ],
-        "exposed communication, after backward (ms)": [(step.step, 1e3 * step.exposed_s) for step in steps],
-        "gradients after those of the first rank (ms)": late_ms,
-        "averaged gradients; a hook may send less (MB)": [(s.step, s.num_bytes / _MB) for s in steps],
+        "exposed communication (ms)": [(step.step, 1e3 * step.exposed_s) for step in steps],
+        "late (ms)": late_ms,
+        "averaged gradients (MB)": [(s.step, s.num_bytes / _MB) for s in steps],
     }
 
 
@@ -265,6 +266,7 @@ def _draw_series(by_rank: Mapping[int, Points], changes: Sequence[int], axes: An
     for step in changes:
         axes.axvline(step, color="0.3", linestyle="--", linewidth=1)
     axes.set(xlabel="step", ylim=(0, None))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize="small", ncols=4)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import build_averager
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.tools.command_line import paired_ratio
-from lightning_ddp.tools.doctor.references import AVERAGERS, HOOKS, Claim, Outcome, mean_of
 from lightning_ddp.tools.models import TrainingRun, build_workload, compute_loss
 from lightning_ddp.tools.ranks import RankContext, synchronize, timed
 
@@ -48,6 +47,33 @@ _SLOW_RATIO: Final = 1.5
 _READ_ONCE: Final = frozenset({"hook powersgd", "hook topk", "hook randomk", "hook sign"})
 """Subjects whose host reads once in a step whether all values were finite on all ranks."""
 
+_EPS: Final = 2.0**-23  # of float32
+HOOKS: Final[Mapping[str, tuple[Mapping[str, Any], float, float]]] = {
+    "allreduce": ({}, 0.0, 0.0),
+    "noop": ({}, 0.0, 0.0),
+    "fp16": ({}, 2**-10, 1e-5),
+    "bf16": ({}, 2**-7, 0.0),
+    "int8": ({}, 0.0, 1 / 127),
+    "fp8": ({}, 1 / 8, 1e-4),
+    "topk": ({"ratio": 0.25}, 0.0, 0.0),
+    "randomk": ({"ratio": 0.25}, 0.0, 0.0),
+    "sign": ({"block_size": 256}, 0.0, 0.0),
+    "powersgd": ({"rank": 2, "start_step": 2, "min_compression": 2.0}, 0.0, 0.0),
+}
+"""Options of hooks by name, and the error of a mean by two roundings, one before the sum and one after it:
+relative to the mean magnitude, and to the largest one."""
+
+_PLAIN_OUTER: Final = {"period": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+AVERAGERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "post_local_sgd": {"period": 2},
+    "hierarchical_sgd": {"periods": {2: 0}},
+    "slowmo": {"period": 2, "slow_lr": 1.0, "slow_momentum": 0.0},
+    "diloco": _PLAIN_OUTER,
+    "streaming_diloco": {**_PLAIN_OUTER, "num_fragments": 1, "delay": 1, "local_weight": 0.0},
+}
+"""Options by name with which an averager sets the parameters to their mean of each second local step, after
+`delay` steps."""
+
 _FLAGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "defaults": {},
     "gradient_as_bucket_view=False": {"gradient_as_bucket_view": False},
@@ -64,6 +90,15 @@ def _model() -> nn.Module:
         *(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.GELU(), nn.Flatten()),
         *(nn.Linear(256, 65), nn.LayerNorm(65), nn.GELU(), nn.Linear(65, 33), nn.GELU(), nn.Linear(33, 7)),
     )
+
+
+class Claim(NamedTuple):
+    """A result with its expected value and the allowed error per element; 0 for equal bits."""
+
+    what: str
+    found: Tensor
+    expected: Tensor
+    bound: Tensor | float
 
 
 @dataclass
@@ -84,13 +119,13 @@ class Verdict:
         """Record a problem, unless there is one already."""
         self.problem = self.problem or problem
 
-    def check(self, where: str, claim: Claim, module: nn.Module | None = None) -> None:
-        """Compare numbers with their bounds, on the CPU; those of all parameters of `module`, if given.
+    def check(self, where: str, claim: Claim, module: nn.Module | None = None, noise: float = 0.0) -> None:
+        """Compare numbers with their bounds plus `noise`; those of all parameters of `module`, if given.
 
         A non-finite number is a problem.
         """
         found, expected = (tensor.detach().cpu().double() for tensor in (claim.found, claim.expected))
-        bound = torch.as_tensor(claim.bound, dtype=torch.float64).expand_as(found)
+        bound = torch.as_tensor(claim.bound, dtype=torch.float64).expand_as(found) + noise
         error = (found - expected).abs()
         self.num_values += found.numel()
         is_wrong = ~(error <= bound)
@@ -230,6 +265,12 @@ def _ours(ranks: Ranks, *, flags: Mapping[str, Any] = {}, hook: str = "", averag
     return training
 
 
+def _mean_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of the ranks' rows in float64, and a bound of float32's rounding in any order."""
+    wide = rows.double()
+    return wide.mean(0), (len(rows) + 1) * _EPS * wide.abs().mean(0) + 1e-6 * _EPS
+
+
 def _flat(tensors: Iterable[Any]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors]).cpu()
 
@@ -267,8 +308,8 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
         for training in (ours, theirs):
             training.backward(batch)
         found, scale = _gradients(ours.module), float(rows.abs().max())
-        mean, bound = mean_of(rows)
-        verdict.check(where, Claim("mean", found, mean, bound + ranks.noise * scale), ours.module)
+        mean, bound = _mean_of(rows)
+        verdict.check(where, Claim("mean", found, mean, bound), ours.module, ranks.noise * scale)
         claim = Claim("value beside torch's", found, _gradients(theirs.module), tolerance * scale)
         verdict.check(where, claim, ours.module)
         for training in (ours, theirs):
@@ -286,7 +327,11 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
 
 
 def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
-    """Check each step with the hook's formula; an overflow must affect all ranks, but not the state."""
+    """Check that what a hook does not send is in the residuals, within its rounding.
+
+    An overflow must affect all ranks, but not the state.
+    """
+    _, relative, of_largest = HOOKS[name]
     training = _ours(ranks, hook=name)
     module, hook = training.module, training.hook
     for step in range(_NUM_HOOK_STEPS):
@@ -302,10 +347,14 @@ def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
                 _check_overflow(verdict, where, found, before, after)
             continue
         rows = ranks.gather(alone + _residual(before, module))
-        residuals = ranks.gather(_residual(after, module))
-        noise = ranks.noise * float(rows.abs().max())
-        for claim in HOOKS[name][1](Outcome(rank=ranks.rank, rows=rows, found=found, residuals=residuals)):
-            verdict.check(where, claim._replace(bound=claim.bound + noise), module)
+        expected, bound = _mean_of(rows) if name != "noop" else (rows[ranks.rank], torch.zeros(1))
+        kept, kept_bound = _mean_of(ranks.gather(_residual(after, module)))
+        rounding = 1.1 * (relative * rows.abs().mean(0) + of_largest * rows.abs().max())
+        bound = bound + kept_bound + rounding + 4 * _EPS * found.abs()
+        claim = Claim("gradient plus mean residual", found + kept, expected, bound)
+        verdict.check(where, claim, module, ranks.noise * float(rows.abs().max()))
+        if not bool(found.any()):
+            verdict.fail(f"{where}: the gradient is zero")
         first = ranks.gather(found)[0]
         if name != "noop":
             verdict.check(where, Claim("result beside rank 0's", found, first, 0.0), module)
@@ -365,7 +414,7 @@ def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
         verdict.check(f"local step {local_step}", Claim("parameters", _weights(module), expected, bound))
     rows = ranks.gather(_weights(module))
     averager.agree()
-    claim = Claim("agreed parameters", _weights(module), mean_of(rows)[0], _rounding(rows))
+    claim = Claim("agreed parameters", _weights(module), _mean_of(rows)[0], _rounding(rows))
     verdict.check("at the end", claim)
     for key, found in module.state_dict().items():
         first = ranks.gather(found.flatten())[0]
