@@ -89,9 +89,6 @@ def data_parallel(
 class DataParallel(nn.Module):
     """`data_parallel` as a module, used instead of `module`; `state_dict` keys begin with `module.`.
 
-    Does not communicate across processes. `BucketedDDP(DataParallel(module, devices))` does: several
-    processes with several devices each.
-
     Args:
         module, output_device, dim: as for `data_parallel`, when `forward` is called.
         device_ids: its `devices`: ints for CUDA devices, names or `torch.device`s, as in `["cpu", "cpu"]`.

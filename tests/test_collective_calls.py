@@ -407,6 +407,7 @@ REFUSED = {
         g, torch.ones(1), timeout="3"
     ),
     "barrier: timeout=.*0\\): expected a time above 0": lambda g: comm.barrier(g, CPU, timeout=timedelta(0)),
+    "begin has returned no Work": lambda g: comm.run(g, lambda: None, label="nothing"),
     "torch knows no store for this group": lambda g: comm.monitored_barrier(
         Group(g.process_group._get_backend(CPU)), timeout=SOON
     ),

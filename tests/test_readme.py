@@ -144,9 +144,10 @@ def test_every_block_is_found_and_its_note_understood():
 @pytest.mark.parametrize("block", [b for b in PYTHON_BLOCKS if b.num_gpus <= torch.cuda.device_count()])
 def test_a_python_block_runs(block):
     result = run_script(block.code, launcher=block.launcher).check()
-    if block.launcher and "all_gather_uneven" in block.code:
+    if block.launcher and "comm.run(" in block.code:
         # torchrun's workers do not buffer: the end of a line may come after the other rank's text
-        assert [result.stdout.count(text) for text in ("tensor([1., 1., 1.])", "[(1,), (2,)]")] == [2, 2]
+        printed = ("tensor([1., 1., 1.])", "tensor([0., 0.])", "tensor([1., 1.])")
+        assert [result.stdout.count(text) for text in printed] == [2, 1, 1]
     elif block.launcher:
         weights = re.findall(r"rank (\d): first weight (-?\d+\.\d{6})", result.stdout)
         assert sorted(rank for rank, _ in weights) == ["0", "1"]

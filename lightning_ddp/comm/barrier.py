@@ -55,11 +55,9 @@ def _label(what: str, name: str | None) -> str:
 def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedelta | float) -> None:
     """Wait until all ranks have called this function, or name the ranks that have not.
 
-    It uses the group's key-value store and not the backend, so it works alike with every backend, and the
-    group is usable after a failure. The first rank whose deadline passes decides for all which ranks are
-    missing; a rank that calls later gets the same error. If the store does not reply, each rank raises an
-    error of its own. It does not wait for CUDA devices.
-    Costs a few round trips to the store, so it is for set-up and tests, not for every step.
+    It uses the group's key-value store and not the backend, so the group is usable after a failure. The first
+    rank whose deadline passes decides for all which ranks are missing; a rank that calls later gets the same
+    error. It costs a few round trips to the store, and does not wait for CUDA devices.
 
     Collective: all ranks must call it.
 

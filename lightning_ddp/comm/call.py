@@ -88,31 +88,19 @@ class Call:
     def start(self, begin: Callable[[], Any]) -> Any:
         """Call `begin`, which starts a collective, in a profiler span; return its work."""
         limit = None if self.timeout is None else timedelta(seconds=self._limit_s) + _MARGIN
-        with self._explained(), span(self.label), with_timeout(self.group.process_group, limit):
+        with self.explained(), span(self.label), with_timeout(self.group.process_group, limit):
             return begin()
 
     def wait(self, work: Any) -> None:
         """Wait for a work within the deadline; on CUDA until it has run, if there is a deadline."""
-        with self._explained(work):
+        with self.explained(work):
             self.group.wait(work, self.device, self.check_deadline, self.label)
-            self.wait_device(self.device)
+            self.wait_device()
 
-    def wait_device(self, device: torch.device) -> None:
+    def wait_device(self) -> None:
         """Wait until all work queued on the current stream has run, if the call has a deadline."""
         if self.timeout is not None:
-            self.group.wait_device(device, self.check_deadline)
-
-    def wait_for_any(self, work: Any) -> None:
-        """Wait as `wait` does for a work whose backend is unknown."""
-        try:
-            future = work.get_future()
-        except RuntimeError:  # a message of gloo, whose wait can neither be sliced nor polled
-            self.wait_for_thread(InThread(lambda _: work.wait()))
-            return
-        with self._explained(work):
-            self.group.wait_until(future.done, self.label, self.check_deadline, work=work)
-            work.wait(_NO_TIMEOUT)  # raises its error; with NCCL queues a wait of the stream
-            self.wait_device(self.device)
+            self.group.wait_device(self.device, self.check_deadline)
 
     def wait_for_thread(self, thread: InThread[T]) -> T:
         """Wait for a function in a thread within the deadline; return its result."""
@@ -142,7 +130,7 @@ class Call:
             self.group.process_group.abort()
 
     @contextmanager
-    def _explained(self, work: Any = None) -> Generator[None, None, None]:
+    def explained(self, work: Any = None) -> Generator[None, None, None]:
         """Name the collective in an error of the backend; a signal handler's has no completed work."""
         try:
             yield
@@ -198,13 +186,19 @@ def run(
         The collective, to wait for later.
 
     Raises:
+        ConfigurationError: `begin` has returned no work.
         CollectiveTimeoutError: the deadline has passed; the group cannot be used any further.
         CollectiveError: the backend failed, for example because a peer was lost.
         BaseException: the failure of the group's interrupt, such as `PeerFailure`.
     """
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     call = Call(group=group, device=device, label=label, timeout=timeout)
-    running = Running(call, call.start(lambda: group.start(label, (), begin, label=label)))
+    work = call.start(lambda: group.start(label, (), begin, label=label))
+    if work is None:
+        raise ConfigurationError(
+            f"{label}: begin has returned no Work. Pass async_op=True to the collective."
+        )
+    running = Running(call, work)
     if wait:
         running.wait()
     return running
@@ -218,4 +212,13 @@ class Running:
 
     def wait(self) -> None:
         """Wait for the collective, once; see `run`."""
-        self._call.wait_for_any(self._work)
+        call, work = self._call, self._work
+        try:
+            future = work.get_future()
+        except RuntimeError:  # a message of gloo, whose wait can neither be sliced nor polled
+            call.wait_for_thread(InThread(lambda _: work.wait()))
+            return
+        with call.explained(work):  # of a backend that is unknown here
+            call.group.wait_until(future.done, call.label, call.check_deadline, work=work)
+            work.wait(_NO_TIMEOUT)  # raises its error; with NCCL queues a wait of the stream
+            call.wait_device()

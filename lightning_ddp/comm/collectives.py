@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -215,48 +214,36 @@ def reduce_op(op: Any) -> Any:
     return known
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reduction:
-    """The tensor that is sent for a tensor, and its conversion back."""
+def _sendable(tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
+    """Return a contiguous tensor, perhaps a view, and an operation that backends support; a mean is summed.
 
-    sent: torch.Tensor
-    """Contiguous tensor of a dtype that backends support; may be a view of the caller's tensor."""
-    op: Any
-    """`ReduceOp` for the backend."""
-    is_mean: bool
-    """True if the sum is divided by the number of ranks at the end."""
+    Raises:
+        ConfigurationError: the operation is not defined for the dtype.
+    """
+    resolved = reduce_op(op)
+    is_mean = bool(resolved == dist.ReduceOp.AVG)
+    sent = tensor.detach().contiguous()
+    if tensor.dtype == torch.bool:
+        logical = _LOGICAL.get(getattr(resolved, "name", ""))
+        if logical is None:
+            raise ConfigurationError(
+                f"reduce_op {op!r} of bool: expected sum or max (any rank), product or min (every rank)."
+                " Convert the tensor to numbers first."
+            )
+        return sent.view(torch.uint8), logical
+    if tensor.is_complex() and not is_mean and resolved != dist.ReduceOp.SUM:
+        raise ConfigurationError(f"reduce_op {op!r} of complex numbers: expected 'sum' or 'mean'")
+    # gloo has an average only since torch 2.12, and no backend promotes integers for it.
+    return sent.to(_WIDENED.get(sent.dtype, sent.dtype)), dist.ReduceOp.SUM if is_mean else resolved
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, op: Any) -> _Reduction:
-        """Convert a tensor and its operation.
 
-        Raises:
-            ConfigurationError: the operation is not defined for the dtype.
-        """
-        resolved = reduce_op(op)
-        # gloo has an average only since torch 2.12, and no backend promotes integers for it.
-        is_mean = bool(resolved == dist.ReduceOp.AVG)
-        sent = tensor.detach().contiguous()
-        if tensor.dtype == torch.bool:
-            logical = _LOGICAL.get(getattr(resolved, "name", ""))
-            if logical is None:
-                raise ConfigurationError(
-                    f"reduce_op {op!r} of bool: expected sum or max (any rank), product or min (every"
-                    " rank). Convert the tensor to numbers first."
-                )
-            sent, resolved = sent.view(torch.uint8), logical
-        elif tensor.is_complex() and not is_mean and resolved != dist.ReduceOp.SUM:
-            raise ConfigurationError(f"reduce_op {op!r} of complex numbers: expected 'sum' or 'mean'")
-        sent = sent.to(_WIDENED.get(sent.dtype, sent.dtype))
-        return cls(sent=sent, op=dist.ReduceOp.SUM if is_mean else resolved, is_mean=is_mean)
-
-    def write_back(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Copy the result of `size` ranks to `tensor`, divided if it is a mean, and return it."""
-        if self.is_mean:
-            self.sent.copy_(self.sent / size)
-        if self.sent.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(self.sent)
-        return tensor
+def _write_back(tensor: torch.Tensor, reduced: torch.Tensor, op: Any, size: int) -> torch.Tensor:
+    """Copy the result of `size` ranks to `tensor`, divided if `op` is a mean, and return it."""
+    if reduce_op(op) == dist.ReduceOp.AVG:
+        reduced.copy_(reduced / size)
+    if reduced.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(reduced)
+    return tensor
 
 
 def all_reduce(
@@ -284,9 +271,9 @@ def all_reduce(
         CollectiveError: the backend failed.
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
-    reduction = _Reduction.of(tensor, op)
-    call.wait(call.start(lambda: group.all_reduce(reduction.sent, reduction.op, label=label)))
-    return reduction.write_back(tensor, group.size)
+    sent, sent_op = _sendable(tensor, op)
+    call.wait(call.start(lambda: group.all_reduce(sent, sent_op, label=label)))
+    return _write_back(tensor, sent, op, group.size)
 
 
 def all_reduce_coalesced(
@@ -332,13 +319,13 @@ def reduce(
     """
     call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
     check_rank(group, dst, "reduce to")
-    reduction = _Reduction.of(tensor if group.rank == dst else tensor.clone(), op)
-    sent = torch.view_as_real(reduction.sent) if tensor.is_complex() else reduction.sent
-    options = dist.ReduceOptions()
-    options.rootRank, options.reduceOp = dst, reduction.op
+    is_root, options = group.rank == dst, dist.ReduceOptions()
+    sent, options.reduceOp = _sendable(tensor if is_root else tensor.clone(), op)
+    options.rootRank = dst
+    real = torch.view_as_real(sent) if sent.is_complex() else sent
 
     def begin() -> Any:
-        return group.process_group.reduce([sent], options)
+        return group.process_group.reduce([real], options)
 
-    call.wait(call.start(lambda: group.start(f"reduce to {dst}", (sent,), begin, label=label)))
-    return reduction.write_back(tensor, group.size) if group.rank == dst else tensor
+    call.wait(call.start(lambda: group.start(f"reduce to {dst}", (real,), begin, label=label)))
+    return _write_back(tensor, sent, op, group.size) if is_root else tensor

@@ -393,7 +393,7 @@ class Group:
             device: device of the stream.
             label: description of the queued work.
             since: time before its first collective started, in seconds of `time.monotonic`.
-            on_slice: as for `wait`, but called in another thread.
+            on_slice: as for `wait`, but called in the watching thread.
         """
         watch = self.interrupt.device_watch if self.interrupt is not None else None
         if self.interrupt is None or watch is None or device.type != "cuda":
