@@ -25,7 +25,7 @@ HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callabl
 
 
 def _no_scaler() -> None:
-    """Return None; a strategy pickles, which holds it."""
+    """Return None; a function with a name, as strategies are pickled."""
 
 
 class Communication:
