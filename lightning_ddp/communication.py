@@ -95,9 +95,8 @@ class Communication:
 
     @property
     def _averages_in_nodes(self) -> bool:
-        return self.averager_plan is not None and getattr(
-            self.averager_plan.options, "intra_node_gradients", False
-        )
+        options = self.averager_plan.options if self.averager_plan is not None else None
+        return bool(getattr(options, "intra_node_gradients", False))
 
     def register(
         self,
