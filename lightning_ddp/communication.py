@@ -24,6 +24,10 @@ HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callabl
 """Hook by name, by name and options, as a list (outer to inner), or a function with torch's signature."""
 
 
+def _no_scaler() -> None:
+    """Return None; a function with a name, as strategies are pickled."""
+
+
 class Communication:
     """The communication hook and the averager of one run, from the arguments of a strategy.
 
@@ -75,7 +79,7 @@ class Communication:
         self._stateful: StatefulHook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
-        self._scaler: Callable[[], Any] = lambda: None
+        self._scaler: Callable[[], Any] = _no_scaler
 
     # ------------------------------------------------------------------ wiring
 
@@ -91,9 +95,8 @@ class Communication:
 
     @property
     def _averages_in_nodes(self) -> bool:
-        return self.averager_plan is not None and getattr(
-            self.averager_plan.options, "intra_node_gradients", False
-        )
+        options = self.averager_plan.options if self.averager_plan is not None else None
+        return bool(getattr(options, "intra_node_gradients", False))
 
     def register(
         self,
@@ -103,7 +106,7 @@ class Communication:
         *,
         node_size: int,
         loss_scale: Callable[[], float | torch.Tensor],
-        scaler: Callable[[], Any] = lambda: None,
+        scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
         """Build the hook and register it with `model`, a `BucketedDDP`.
 

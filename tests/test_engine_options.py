@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_as_torch, grads_of, state_of
 from harness import run_ranks, run_threads
-from models import Branches, grads_by_branch
+from models import Branches
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -385,22 +385,6 @@ NESTINGS = {
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
-def test_unused_parameters_are_found_from_any_container(nesting) -> None:
-    class Nested(Branches):
-        def forward(self, x: Tensor, use: str) -> Any:
-            self.loss = super().forward(x, use)
-            return NESTINGS[nesting](self.loss)
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Nested(), process_group=group, find_unused_parameters=True)
-        seen = []
-        for use in ("abc", "ab", "c"):
-            model.zero_grad()
-            outputs = model(torch.full((1, 3), rank + 1.0), use)
-            assert any(t is model.module.loss for t in find_tensors(outputs))
-            model.module.loss.backward()
-            seen.append(grads_by_branch(model))
-        return seen
-
-    expected = [[1.5, 1.5, 1.5], [1.5, 1.5, None], [None, None, 1.5]]
-    assert run_threads(rank_main, 2) == [expected] * 2
+def test_the_search_finds_tensors_in_any_container(nesting) -> None:
+    loss = torch.ones(())
+    assert any(found is loss for found in find_tensors(NESTINGS[nesting](loss)))

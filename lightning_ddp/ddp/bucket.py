@@ -355,12 +355,11 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
 class SparseBucket(Bucket):
     """A bucket for one parameter with sparse gradients, for backends that reduce these, such as gloo.
 
-    `buffer()` is the sparse gradient itself, of the parameter's shape, a new tensor in each step. The size of
-    the messages grows with the number of rows used on all ranks together.
+    `buffer()` is the sparse gradient itself, of the parameter's shape, a new tensor in each step.
     """
 
-    def __init__(self, *arguments: Any, is_last: bool) -> None:
-        super().__init__(*arguments, is_last=is_last)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.early = frozenset()
 
     def gradients(self) -> list[torch.Tensor]:

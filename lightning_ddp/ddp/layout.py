@@ -231,10 +231,9 @@ class BucketLayout:
     def _make_bucket(self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool) -> Bucket:
         params = [self.params[i] for i in spec.indices]
         names = [self.names[i] for i in spec.indices]
-        if spec.is_sparse:
-            return SparseBucket(index, spec, flat, params, names, is_last=is_last)
         is_cast = any(p.dtype != spec.dtype for p in params)
-        kind = ViewBucket if self._options.gradient_as_bucket_view and not is_cast else Bucket
+        is_view = self._options.gradient_as_bucket_view and not is_cast
+        kind: type[Bucket] = SparseBucket if spec.is_sparse else ViewBucket if is_view else Bucket
         late_only = frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only)
         return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
 

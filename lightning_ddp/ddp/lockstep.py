@@ -233,8 +233,7 @@ class Lockstep:
 class LockstepLoader:
     """A loader with the length of the longest loader of all ranks, which ends on all ranks together.
 
-    Attributes are those of the wrapped loader, except `state_dict` and `load_state_dict`: a checkpoint would
-    hold the position of one rank only.
+    It has the attributes of the wrapped loader, but for `state_dict` and `load_state_dict` of one rank.
     """
 
     def __init__(self, loader: Any, lockstep: Lockstep, most: Callable[[], int] | None) -> None:
