@@ -131,8 +131,7 @@ class FailureRecord:
         for name, longest in _LONGEST.items():
             text = getattr(self, name)
             if text is not None:
-                keeps_end = name == "traceback"
-                object.__setattr__(self, name, _cut(_escaped(text), longest, keeps_end=keeps_end))
+                object.__setattr__(self, name, _cut(_escaped(text), longest, keeps_end=name == "traceback"))
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
@@ -152,11 +151,6 @@ class FailureRecord:
     def of_identity(cls, identity: Identity, message: str, **more: Any) -> FailureRecord:
         """Return the record of a failure without an exception."""
         return cls(**vars(identity), message=message, **more)
-
-    @property
-    def cause(self) -> str:
-        """Description of the failure."""
-        return cause_of(self)
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
         """Return the error to raise in rank `healthy_rank`, or in a launching process that is no rank."""
@@ -237,18 +231,18 @@ def render(record: FailureRecord) -> str:
     """Return the report for people: who failed first, where and how, with the traceback last."""
     name = f"rank {record.rank}" if record.rank >= 0 else "the launching process"
     facts = {"node": record.node_rank, "host": record.host, "pid": record.pid, "exit code": record.exit_code}
-    lines = [
-        f"lightning_ddp: {name} ({_facts(facts)}) failed first, and all ranks were stopped because of it."
-    ]
+    text = (
+        f"lightning_ddp: {name} ({_facts(facts)}) failed first, and all ranks were stopped because of it.\n"
+    )
     if record.step is not None or record.phase:
         step = f"step {record.step}" if record.step is not None else ""
-        lines.append("  " + " in ".join(filter(None, (step, record.phase))))
-    lines.append(f"  {cause_of(record, is_whole=not record.traceback)}")
+        text += f"  {' in '.join(filter(None, (step, record.phase)))}\n"
+    text += f"  {cause_of(record, is_whole=not record.traceback)}\n"
     if record.checkpoint:
-        lines.append(f"  The last step was saved to {record.checkpoint}")
+        text += f"  The last step was saved to {record.checkpoint}\n"
     if record.traceback:
-        lines.append(f"Traceback of {name}:\n{_folded(record.traceback).rstrip()}")
-    return with_ending("\n".join(lines) + "\n", record)
+        text += f"Traceback of {name}:\n{_folded(record.traceback).rstrip()}\n"
+    return with_ending(text, record)
 
 
 def _folded(traceback: str) -> str:
@@ -285,7 +279,7 @@ def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> Non
         record: the first failure.
         is_cause: True if it happened in this process.
     """
-    text = record.cause if is_cause else render(record)
+    text = cause_of(record) if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text
     more = {
         "py_callstack": with_ending(trace, record),  # which is what is printed
@@ -361,7 +355,7 @@ class History:
 
 
 def _who(record: FailureRecord) -> str:
-    line = record.cause.strip().partition("\n")[0].partition("; its output")[0]
+    line = cause_of(record).strip().partition("\n")[0].partition("; its output")[0]
     where = _facts({"host": record.host, "pid": record.pid})
     return f"rank {record.rank} ({where}) {line.removeprefix('the process ')}"
 

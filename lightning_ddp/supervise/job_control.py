@@ -284,7 +284,7 @@ class JobControl:
             return None
         self._is_told = True
         self._say(job.history.tell())
-        self._connections.send_all([protocol.Failure(first)])
+        self._connections.send_all(protocol.Failure(first))
         return first
 
     def _failed(self, process: Process, now: float) -> None:

@@ -142,7 +142,7 @@ class JobState:
         if not may_come:
             raise ProtocolError(f"there is no place for rank {place}")
         if who.start == 0:
-            who = replace(who, start=self._slots.num_started(place))
+            who = replace(who, start=self._slots[place].num_started)
         process = self.roster.add(who, now, is_launcher=is_launcher)
         self._touched[process] = None
         if process.is_member:
@@ -220,8 +220,8 @@ class JobState:
         """
         process, key = self.roster.of(record), (record.rank, record.start)
         if process is None or (process.place, process.identity.start) != key:
-            if key not in self.roster.ended_early and self._slots.is_awaited(*key):
-                self._slots.failed(record.rank, now)
+            if key not in self.roster.ended_early and self._slots[record.rank].awaits(record.start):
+                self._slots[record.rank].failed(now)
             self.roster.ended_early.add(key)
             return not (self.goes_on and self.has_met)
         if process.has_exited:
@@ -234,15 +234,15 @@ class JobState:
 
     def _exit(self, process: Process, now: float) -> None:
         """Remove a process that is no member, and has ended."""
-        process.has_exited = True
+        process.has_exited, slot = True, self._slots[process.place]
         match process.state:
             case ProcessState.RELEASED if process.has_state:
-                self._slots.left(process.place, now)
+                slot.left(now)
             case ProcessState.STANDING | ProcessState.RELEASED:
-                if self._slots.is_awaited(process.place, process.identity.start):
-                    self._slots.failed(process.place, now)
+                if slot.awaits(process.identity.start):
+                    slot.failed(now)
             case ProcessState.CONDEMNED if process not in self._lost:
-                self._slots.failed(process.place, now)
+                slot.failed(now)
         self._remove(process)
 
     def _remove(self, process: Process) -> None:
@@ -271,7 +271,7 @@ class JobState:
         if process.state is ProcessState.JOINING:  # it has not got as far as the others
             self.roster.put_out(process)
             if has_ended:
-                self._slots.failed(process.place, now)
+                self._slots[process.place].failed(now)
         else:
             self._lost[process] = record
         self._actions.append(End(process))
@@ -497,7 +497,7 @@ class JobState:
         for process in self.roster.standing:
             is_over = self.phase is JobPhase.OVER and self.reason is None
             if process.report.ended < self._most_ended or is_over:
-                self._slots.close(process.place)
+                self._slots[process.place].close()
                 self._release(process, now)
             elif process.node != 0 and self.roster.launcher_of(process.place) is None:
                 self._release(process, now)
@@ -595,16 +595,16 @@ class JobState:
         )
         for process in stand:
             process.state, process.rank = ProcessState.STANDING, process.place
-            self._slots.stands_again(process.place)
+            self._slots[process.place].stands_again()
         for process in leaving:
             record = FailureRecord.of_identity(process.who, "the process was asked to leave")
             self.history.released(process.place, record)
             self._release(process, now)
         for process in self._lost:
-            self._slots.lost(process.place, self._new.step, now)
+            self._slots[process.place].lost(self._new.step, now)
         for process in joined:
             process.state = ProcessState.JOINING
-            self._slots.joined(process.place, self._new.step)
+            self._slots[process.place].joined(self._new.step)
         self._lost = {}
         self.roster.set_members(members)
         self._not_ended = {process for process in members if process.report.ended <= self.all_ended}

@@ -7,10 +7,10 @@ limit. Texts and lists over the limit of their field are cut.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import struct
 import types
-from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -83,78 +83,56 @@ def _parse(data: bytes) -> Message:
     if not isinstance(kind, str) or kind not in Message.kinds:
         raise ProtocolError("no object with a known kind")
     try:
-        message: Message = _reader(Message.kinds[kind])(values)
+        message: Message = _read(Message.kinds[kind], values)
     except ProtocolError as error:
         raise ProtocolError(f"{kind}{error}") from None
     return message
 
 
-_Reader = Callable[[Any], Any]
-"""Converts a JSON value into the type of a field; raises ProtocolError with what is wrong."""
+def _read(hint: Any, value: Any) -> Any:
+    """Return a JSON value as the type of its field; raise `ProtocolError` with what is wrong."""
+    if type(value) is hint or hint is Any:
+        return value
+    origin, arguments = _parts_of(hint)
+    if is_dataclass(hint) and type(value) is dict:
+        return _read_fields(hint, value)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _read(arguments[0], value)
+    if origin is Annotated:
+        return _read(arguments[0], value[: arguments[1]] if isinstance(value, str | list) else value)
+    if origin is tuple and type(value) is list:
+        hints = itertools.repeat(arguments[0], len(value)) if arguments[-1] is ... else arguments
+        if arguments[-1] is ... or len(value) == len(arguments):
+            return tuple(map(_read, hints, value))
+    elif origin is dict and type(value) is dict and all(map(str.isdecimal, value)):
+        return {int(key): _read(arguments[1], part) for key, part in value.items()}
+    elif origin is Literal and value in arguments:
+        return value
+    elif isinstance(hint, type) and issubclass(hint, StrEnum) and value in tuple(hint):
+        return hint(value)
+    elif hint is float and type(value) in (int, float) and abs(value) < _LARGEST:
+        return float(value)
+    raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
+
+
+def _read_fields(kind: Any, value: dict[str, Any]) -> Any:
+    values = {}
+    for name, hint in _hints_of(kind).items():
+        if name not in value:
+            raise ProtocolError(f" has no {name}")
+        try:
+            values[name] = _read(hint, value[name])
+        except ProtocolError as error:
+            raise ProtocolError(f".{name}{error}") from None
+    return kind(**values)
 
 
 @functools.cache
-def _reader(hint: Any) -> _Reader:
-    """Return the reader of a type; cached, as 16,384 ranks read a message at once."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return lambda value: value
-    if is_dataclass(hint):
-        return _reader_of_fields(hint)
-    if origin in (Union, types.UnionType):
-        (only,) = (_reader(argument) for argument in arguments if argument is not types.NoneType)
-        return lambda value: None if value is None else only(value)
-    if origin is Annotated:
-        whole, longest = _reader(arguments[0]), arguments[1]
-        return lambda value: whole(value[:longest] if isinstance(value, str | list) else value)
-    if origin is dict:
-        part = _reader(arguments[1])
-        check = _checked(lambda value: type(value) is dict and all(key.isdecimal() for key in value))
-        return lambda value: {int(key): part(of) for key, of in check(value).items()}
-    if origin is tuple:
-        return _reader_of_tuple(arguments)
-    if origin is Literal or (isinstance(hint, type) and issubclass(hint, StrEnum)):
-        known = {str(choice): choice for choice in arguments or hint}
-        check = _checked(lambda value: isinstance(value, str) and value in known)
-        return lambda value: known[check(value)]
-    if hint is float:
-        check = _checked(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
-        return lambda value: float(check(value))
-    return _checked(lambda value: type(value) is hint)
+def _parts_of(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
 
 
-def _checked(is_right: Callable[[Any], bool]) -> _Reader:
-    def read(value: Any) -> Any:
-        if not is_right(value):
-            raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
-        return value
-
-    return read
-
-
-def _reader_of_tuple(arguments: tuple[Any, ...]) -> _Reader:
-    is_open = arguments[-1] is ...
-    readers = [_reader(argument) for argument in arguments if argument is not ...]
-    check = _checked(lambda value: type(value) is list and (is_open or len(value) == len(readers)))
-    if is_open:
-        return lambda value: tuple(map(readers[0], check(value)))
-    return lambda value: tuple(read(part) for read, part in zip(readers, check(value), strict=True))
-
-
-def _reader_of_fields(kind: Any) -> _Reader:
+@functools.cache
+def _hints_of(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
-    readers = [(field.name, _reader(hints[field.name])) for field in fields(kind)]
-    check = _checked(lambda value: type(value) is dict)
-
-    def read(value: Any) -> Any:
-        values = {}
-        for name, read_field in readers:
-            if name not in check(value):
-                raise ProtocolError(f" has no {name}")
-            try:
-                values[name] = read_field(value[name])
-            except ProtocolError as error:
-                raise ProtocolError(f".{name}{error}") from None
-        return kind(**values)
-
-    return read
+    return {field.name: hints[field.name] for field in fields(kind)}

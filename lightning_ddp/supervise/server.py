@@ -134,7 +134,7 @@ class ControlServer:
                 self._decided.set()
                 self._processes.failed(first)
         _say(self._job.history.tell())
-        self._connections.send_all([protocol.Closing()])
+        self._connections.send_all(protocol.Closing())
         self.close_sockets()
 
     def _hear(self, peer: Peer, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from lightning_ddp.supervise.actions import StartProcess
@@ -9,7 +10,7 @@ from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.orders import RankPhase
 from lightning_ddp.supervise.processes import Process, ProcessState, Roster
 
-__all__ = ["STEPS_TO_FORGET", "Slots"]
+__all__ = ["STEPS_TO_FORGET", "Slot", "Slots"]
 
 STEPS_TO_FORGET = 100
 """Committed steps after which earlier failures count no more."""
@@ -19,7 +20,9 @@ _ASK_AGAIN_S = 15.0
 
 
 @dataclass
-class _Slot:
+class Slot:
+    """The slot of one place."""
+
     opens_at: float | None = None
     """Time of the next start."""
     is_awaited: bool = False
@@ -29,11 +32,46 @@ class _Slot:
     asked_at: float = 0.0
     num_failed: int = 0
     num_started: int = 0
+    """Number of processes that were to be started here, the first one not counted."""
 
-    def open(self, now: float) -> None:
-        """Have another process started, later after each failure."""
+    def awaits(self, start: int | None) -> bool:
+        """Return True if the process of this start is awaited."""
+        return self.is_awaited and start == self.num_started
+
+    def is_open(self, now: float) -> bool:
+        """Return True if a process is to be started."""
+        return self.opens_at is not None and self.opens_at <= now
+
+    def lost(self, step: int, now: float) -> None:
+        """Note that a member is lost, and has ended, after `step` steps are committed."""
+        is_soon = self.joined_at is not None and step - self.joined_at < STEPS_TO_FORGET
+        self.num_failed = self.num_failed if is_soon else -1
+        self.failed(now)
+
+    def failed(self, now: float) -> None:
+        """Note that a process has ended before it was a member; start the next one later each time."""
+        self.num_failed += 1
+        self.is_awaited, self.joined_at = False, None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
         self.opens_at = now + (delay_s if self.num_failed else 0.0)
+
+    def left(self, now: float) -> None:
+        """Note that a member has left on request, and has ended, which is no failure."""
+        self.num_failed = -1
+        self.failed(now)
+
+    def close(self) -> None:
+        """Start no process, as the present one is to end."""
+        self.is_awaited, self.opens_at = False, None
+
+    def joined(self, step: int) -> None:
+        """Note that a process is a member from a step on."""
+        self.close()
+        self.joined_at = step
+
+    def stands_again(self) -> None:
+        """Note that a process that was to be a member did not get its state, and may yet."""
+        self.is_awaited, self.joined_at = True, None
 
 
 class Slots:
@@ -46,64 +84,21 @@ class Slots:
 
     def __init__(self, roster: Roster, most: int | None) -> None:
         self._roster, self._most = roster, most
-        self._slots: dict[int, _Slot] = {}
+        self._slots: defaultdict[int, Slot] = defaultdict(Slot)
 
-    def _slot(self, place: int) -> _Slot:
-        return self._slots.setdefault(place, _Slot())
-
-    def num_started(self, place: int) -> int:
-        """Return how many processes were to be started in a slot, the first one not counted."""
-        return self._slot(place).num_started
-
-    def is_awaited(self, place: int, start: int | None) -> bool:
-        """Return True if a slot waits for the process of this start."""
-        slot = self._slot(place)
-        return slot.is_awaited and start == slot.num_started
-
-    def lost(self, place: int, step: int, now: float) -> None:
-        """Note that a member is lost, and has ended, after `step` steps are committed."""
-        slot = self._slot(place)
-        is_soon = slot.joined_at is not None and step - slot.joined_at < STEPS_TO_FORGET
-        slot.num_failed = slot.num_failed + 1 if is_soon else 0
-        slot.joined_at = None
-        slot.open(now)
-
-    def failed(self, place: int, now: float) -> None:
-        """Note that a process has ended before it was a member."""
-        slot = self._slot(place)
-        slot.num_failed += 1
-        slot.is_awaited, slot.joined_at = False, None
-        slot.open(now)
-
-    def left(self, place: int, now: float) -> None:
-        """Note that a member has left on request, and has ended: that is no failure of its slot."""
-        self._slots[place] = _Slot(opens_at=now, num_started=self.num_started(place))
-
-    def close(self, place: int) -> None:
-        """Start no process in a slot whose process is to end."""
-        slot = self._slot(place)
-        slot.is_awaited, slot.opens_at = False, None
-
-    def joined(self, place: int, step: int) -> None:
-        """Note that a process is a member from a step on."""
-        self.close(place)
-        self._slot(place).joined_at = step
-
-    def stands_again(self, place: int) -> None:
-        """Note that a process that was to be a member did not get its state, and may yet."""
-        slot = self._slot(place)
-        slot.is_awaited, slot.joined_at = True, None
+    def __getitem__(self, place: int) -> Slot:
+        return self._slots[place]
 
     def reopen(self, node: int, now: float) -> None:
         """Have processes started in all empty slots of a node, whose launcher has come or gone.
 
         Also where that was given up, or asked of another launcher. The slot of a lost member is empty once
-        the next generation is formed: `lost`.
+        the next generation is formed: `Slot.lost`.
         """
         of_members = {process.place for process in self._roster.members}
         for place, its in self._roster.nodes.items():
             if its == node and place not in of_members and not self._roster.at(place):
-                slot = self._slot(place)
+                slot = self[place]
                 slot.is_awaited = False
                 if slot.opens_at is None:
                     slot.num_failed, slot.opens_at = 0, now
@@ -117,7 +112,7 @@ class Slots:
             return False
         if any(process.state is ProcessState.STANDING for process in self._roster.at(who.rank)):
             return False
-        return self.is_awaited(who.rank, who.start) or (is_launcher and who.node_rank != 0)
+        return self[who.rank].awaits(who.start) or (is_launcher and who.node_rank != 0)
 
     def ready(self, now: float) -> list[Process]:
         """Return the processes that stand before their first step in slots that are empty and open."""
@@ -128,7 +123,7 @@ class Slots:
             and process.is_connected
             and not process.has_exited
             and self._roster.at(process.place) == [process]
-            and (self._slot(process.place).opens_at or 0.0) <= now
+            and (self[process.place].opens_at or 0.0) <= now
         ]
 
     def due(self, now: float) -> list[StartProcess]:
@@ -139,14 +134,12 @@ class Slots:
         if self._most is None:
             return []
         for process in self._roster.standing:  # whom nobody was asked to start
-            slot = self._slot(process.place)
-            if slot.opens_at is not None and slot.opens_at <= now:
-                slot.opens_at = None
+            if self[process.place].is_open(now):
+                self[process.place].opens_at = None
         found = []
         for place, slot in sorted(self._slots.items()):
-            is_open = slot.opens_at is not None and slot.opens_at <= now
             is_again = slot.is_awaited and slot.asked_at + _ASK_AGAIN_S <= now
-            if (is_open or is_again) and self._may_start(place):
+            if (is_again or slot.is_open(now)) and self._may_start(place):
                 slot.opens_at = None
                 if is_again or slot.num_failed <= self._most:
                     slot.num_started += not is_again
