@@ -575,6 +575,7 @@ def children_of(
         first_rank=0,
         node_rank=0,
         num_ranks=1 + num,
+        world_size=1 + num,
         is_later=False,
         goes_on=False,
         grace_s=1.0,

@@ -139,13 +139,13 @@ class Children(LocalProcesses):
     # ------------------------------------------------------------------ start
 
     def start_all(self) -> None:
-        """Start the ranks of `launch`, and a guard that kills those which do not hear of a failure."""
+        """Start the ranks of `launch`, and a guard: it kills those that do not hear of a failure."""
         assert self.launch is not None  # it was set
         for local_rank in range(int(self._is_rank), self.launch.num_ranks):
             self._slots[local_rank] = _Slot(local_rank)
             if local_rank > 0 and not self.launch.is_later:
                 self._start(self.launch, self._slots[local_rank])
-        if self._slots:
+        if self.launch.world_size > 1:
             self._guard = Guard(ends_launcher=self._is_rank)
 
     def start_again(self, place: int, number: int) -> None:

@@ -125,6 +125,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             first_rank=first_rank,
             node_rank=node_rank,
             num_ranks=self.num_processes,
+            world_size=world_size,
             is_later=context.is_joining,
             goes_on=self._settings.recovery is not None,
             grace_s=self._settings.failure_grace_s,

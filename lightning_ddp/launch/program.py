@@ -82,6 +82,7 @@ class Launch:
     node_rank: int
     num_ranks: int
     """Number of ranks of this node, with the first one."""
+    world_size: int
     is_later: bool
     """True if they are started only on request, as the job has begun already."""
     goes_on: bool
