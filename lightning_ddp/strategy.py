@@ -652,17 +652,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
         """Run a collective, or take its result from the journal, or the own value if a peer is lost."""
-        try:
-            if self._journal is not None and kind is not None:
-                result: T = self._journal.result(kind, call)
-            else:
-                result = call()
-            self._observer.settle_hook()
-            return result
-        except Exception as error:
-            if not self._observer.finishes_alone(error):
-                raise
-            return alone()
+        if self._journal is not None and kind is not None:
+            call = partial(self._journal.result, kind, call)
+        return self._observer.together(call, alone)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait until all ranks have called it; does nothing before launch and after a failure."""

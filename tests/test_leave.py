@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import test_replace
 import test_shrink
 from harness import RUN, start_script
-from test_shrink import fault
+from test_shrink import fault, logged_rows
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.errors import ConfigurationError
@@ -95,9 +94,7 @@ def test_rank_0_leaves_and_its_loggers_go_on(launcher, start_method, tmp_path) -
 
 def recovery_counts(folder: Path) -> list[str]:
     """`recovery/count` in the file of the logger, row by row."""
-    (metrics,) = folder.glob("logs/*/version_*/metrics.csv")
-    rows = csv.DictReader(metrics.read_text().splitlines())
-    return [row["recovery/count"] for row in rows if row.get("recovery/count")]
+    return [row["recovery/count"] for row in logged_rows(folder) if row.get("recovery/count")]
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -53,6 +53,7 @@ from lightning_ddp.supervise.orders import NewGeneration
 
 __all__ = ["Recovery"]
 
+T = TypeVar("T")
 _log = logging.getLogger("lightning_ddp")
 
 
@@ -161,7 +162,7 @@ class Recovery(StepObserver):
         self.ledger.agree()
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies, for `finishes_alone`."""
+        """Return copies, for `together`."""
         return [tensor.clone() for tensor in tensors]
 
     def _begin_update(self) -> None:
@@ -173,18 +174,19 @@ class Recovery(StepObserver):
         if self._device.type == "cuda":
             self._group().wait_device(self._device)
 
-    def settle_hook(self) -> None:
-        """Wait for a collective after a committed step."""
-        if self.ledger.cursor is Cursor.COMMITTED:
-            self._settle()
-
-    def finishes_alone(self, error: Exception) -> bool:
-        """Return True if the hooks of a committed step go on without the others, until the batch ends."""
-        if self.ledger.cursor is not Cursor.COMMITTED or not self._ours.is_call(error):
-            return False
+    def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """Run a collective; the hooks of a committed step go on without the others, until the batch ends."""
+        try:
+            result = call()
+            if self.ledger.cursor is Cursor.COMMITTED:
+                self._settle()
+            return result
+        except Exception as error:
+            if self.ledger.cursor is not Cursor.COMMITTED or not self._ours.is_call(error):
+                raise
         self.ledger.finish_alone()
         end_collectives(self._ours, self._device)  # the caller writes over what they may still write to
-        return True
+        return alone()
 
     # ------------------------------------------------------------------ Lightning's steps
 
@@ -422,8 +424,7 @@ class Recovery(StepObserver):
         """Send all that this rank has to those that join, or take it. All ranks call it; communicates."""
         source = new.members.index(new.source)
         sent = self._handover if self._group().rank == source else None
-        label = "state for a rank that joins"
-        received = broadcast_nested(self._group(), sent, source, self._device, label=label)
+        received = broadcast_nested(self._group(), sent, source, self._device, label="state to join with")
         if self._calls.state.place in new.joined:
             self._handover = received
             received.restore(self._trainer, self._communication)

@@ -45,13 +45,10 @@ def share_of(
 
 
 class DealtSampler(Sampler[Any]):
-    """Distributed sampler that can deal the rest of an epoch anew; the same as another one until then.
+    """Distributed sampler that can deal the rest of an epoch anew; the same as `inner` until then.
 
-    Args:
-        inner: has `num_replicas`, `rank` and `set_epoch`, as torch's `DistributedSampler`.
-        batch_size: of one rank.
-        avoids_one: True if a last batch of a single sample gets another one, which is repeated.
-        fills: True if ranks are dealt equally many samples, some of them repeated.
+    With `avoids_one` a last batch of a single sample gets another one, which is repeated; with `fills` ranks
+    are dealt equally many samples, some of them repeated.
     """
 
     def __init__(self, inner: Any, batch_size: int, *, avoids_one: bool = False, fills: bool = True) -> None:
@@ -186,11 +183,9 @@ class DealtSampler(Sampler[Any]):
 
 
 class SplitBatches:
-    """Batch sampler that can split the batches of all ranks over fewer; the same as another one until then.
+    """Batch sampler that can split the batches of all ranks over fewer; the same as `inner` until then.
 
-    Args:
-        inner: whose `sampler` is distributed.
-        num_ranks: that there were at first, whose batches together are the global batch.
+    The batches of the `num_ranks` that there were at first are the global batch.
     """
 
     def __init__(self, inner: Any, num_ranks: int) -> None:
@@ -260,12 +255,9 @@ def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
 
 
 class Dealer:
-    """The samplers of the training dataloaders of one run.
+    """The samplers of the training dataloaders of one run, which begins with all ranks.
 
-    Args:
-        trainer: whose, with all ranks that there are at first.
-        keeps_global: True if the global batch keeps its size, False if that of each rank does.
-        fills: True if ranks get equally many samples, some of them repeated.
+    With `keeps_global` the global batch keeps its size, else that of each rank does.
     """
 
     def __init__(self, trainer: Trainer, *, keeps_global: bool, fills: bool) -> None:

@@ -106,10 +106,9 @@ def _check_schedule(trainer: Any, config: Any, num_ranks: int) -> None:
 
 
 def _most_steps(trainer: Any, num_ranks: int) -> float:
-    """Return how many optimizer steps a fit takes at most, which may go on with so few ranks at any time.
+    """Return how many optimizer steps a fit takes at most: with so few ranks from its beginning.
 
-    It takes the most if there are so few from its beginning: each step uses the samples of one batch of each
-    rank. All ranks call it; it communicates, unless the dataloaders of training are set up.
+    All ranks call it; it communicates, unless the dataloaders of training are set up.
     """
     limit: float = math.inf if trainer.max_steps < 0 else trainer.max_steps
     if trainer.max_epochs is None or trainer.max_epochs < 0:
@@ -138,11 +137,9 @@ def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
 
 
 def check_next_run(trainer: Any, *, is_same: bool) -> None:
-    """Raise a ConfigurationError if a script that has lost ranks goes on with what needs all of them.
+    """Raise a ConfigurationError where a script that has lost ranks goes on with what needs all of them.
 
-    Args:
-        trainer: the Trainer that is to run.
-        is_same: True if it is the Trainer whose fit has lost ranks.
+    That is a fit, or a Trainer that is not the same as in the fit that has lost them.
     """
     if is_fitting(trainer) or not is_same:
         raise ConfigurationError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # the base class is imported by each run, and imports nothing
     from lightning_ddp.elastic.step_ledger import StepLedger
 
 __all__ = ["StepObserver"]
+
+T = TypeVar("T")
 
 
 class StepObserver:
@@ -69,9 +71,6 @@ class StepObserver:
         """Return copies of tensors that a collective overwrites, as far as they may be needed after it."""
         return []
 
-    def settle_hook(self) -> None:
-        """Wait until a collective has ended well, where nothing is repeated that it has spoilt."""
-
-    def finishes_alone(self, error: Exception) -> bool:
-        """Return True if a collective that has failed is replaced by this rank's own value."""
-        return False
+    def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """Run a collective; `alone` returns this rank's own value in its place."""
+        return call()

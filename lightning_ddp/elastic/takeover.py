@@ -43,9 +43,6 @@ class Journal:
     """Results of the collectives before the first epoch, kept for processes that join later.
 
     Rank 0 publishes them when its first epoch begins, signed with the secret of the run: they are pickled.
-
-    Args:
-        context: context of this process's job.
     """
 
     def __init__(self, context: JobContext) -> None:
