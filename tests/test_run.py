@@ -30,6 +30,7 @@ from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
 
 from lightning_ddp import cli
+from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.telemetry.timeline import load_folder
 
 NUM_STARTS = 3
@@ -360,7 +361,7 @@ def test_sigterm_to_the_supervisor_stops_all_ranks_at_one_step(tmp_path) -> None
         wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
         os.kill(script.pid, signal.SIGTERM)
         (tmp_path / "go").touch()
-        script.wait(DEADLINE_S).check()
+        assert script.wait(DEADLINE_S).returncode == PREEMPTED
     notes = read_notes(tmp_path)
     assert [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)] == ["SIGTERMException"] * 2
     assert notes["finally-0"]["step"] == notes["finally-1"]["step"] < user_script.STEPS

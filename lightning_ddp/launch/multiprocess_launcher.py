@@ -44,6 +44,7 @@ from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import JobContext, job_context
 from lightning_ddp.launch.launcher import node_rank_of
+from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
@@ -294,7 +295,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         if worker_output is None:  # SIGTERM has stopped all ranks, and ends the script as it does elsewhere
             note_sigterm(trainer)
-            raise sigterm_exception(trainer)
+            raise sigterm_exception(trainer)(PREEMPTED)
         super()._recover_results_in_main_process(worker_output, trainer)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:

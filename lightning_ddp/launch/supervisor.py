@@ -27,6 +27,7 @@ from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.last_words import show_report
 from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
+from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
 from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
@@ -314,7 +315,7 @@ class JobHost(LocalProcesses):
         node_rank = self._children.node_rank
         who = Identity(rank=self._children.first_rank, node_rank=node_rank, pid=self._first.pid)
         if self._job is not None and not self._has_lost_zygote:
-            self._ended(exit_record(who, code))
+            self._ended(exit_record(who, 0 if code == PREEMPTED else code))
         self._wait_for_others()
         failure, server = self._verdict(), self._server
         has_gone_on = server is not None and failure is None and self._is_left_behind()
