@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,7 +22,6 @@ from lightning_ddp.tools.namespaces import read_sent_bytes
 from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled, timed
 
 NONE: Final = "none"
-"""Name of the reducer without a hook."""
 CONTENDERS: Final[Mapping[str, Any]] = {
     NONE: None,
     TORCH_DEFAULT: None,
@@ -110,8 +108,7 @@ def format_links(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HookSettings:
+class HookSettings(NamedTuple):
     """Settings of `time_hooks`, which measures in rounds in which contenders take turns."""
 
     model: str
