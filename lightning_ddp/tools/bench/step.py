@@ -92,7 +92,8 @@ def _measure(args: argparse.Namespace) -> Result:
         num_steps=args.steps,
         num_warmup_steps=args.warmup,
     )
-    world_size = default_world_size(args)
+    most = max(1, torch.cuda.device_count()) if args.device == "cuda" else 2
+    world_size = args.world_size or min(2, most)
     if BARE in settings.contenders and world_size > 1:
         raise ToolError(f"{BARE} averages nothing. Measure it with --world-size 1")
     if args.links is not None and (world_size != 2 or args.device != "cpu"):
@@ -115,13 +116,6 @@ def _measure(args: argparse.Namespace) -> Result:
     )
     result.extra["geometric_mean"] = geometric_means(result.comparisons)
     return result
-
-
-def default_world_size(args: argparse.Namespace) -> int:
-    """Return the requested number of ranks; by default 2, but at most as many as GPUs on CUDA."""
-    if args.world_size is not None:
-        return int(args.world_size)
-    return max(1, min(2, torch.cuda.device_count())) if args.device == "cuda" else 2
 
 
 RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
