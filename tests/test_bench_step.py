@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -15,7 +14,7 @@ from harness.namespaces import can_shape_links
 from lightning_ddp.cli import main
 from lightning_ddp.tools import ToolError, models
 from lightning_ddp.tools.bench import Comparison, step
-from lightning_ddp.tools.bench.step import StepSettings, check_agreement, default_world_size, time_steps
+from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
 from lightning_ddp.tools.command_line import paired_ratio
 from lightning_ddp.tools.models import (
     BARE,
@@ -108,12 +107,6 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert main(["bench", "step", *options]) == 1
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_an_answer_there_are_two_ranks_or_as_many_as_gpus() -> None:
-    for device, world_size in (("cpu", 2), ("cuda", 1)):
-        assert default_world_size(argparse.Namespace(world_size=None, device=device)) == world_size
 
 
 def state(gradient: float, buffer: float) -> dict[str, torch.Tensor]:

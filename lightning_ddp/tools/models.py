@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp import BucketedDDP
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(NamedTuple):
     """A model with its batch, on the CPU."""
 
     module: nn.Module
@@ -34,8 +32,7 @@ def build_workload(name: str, *, rank: int) -> Workload:
     build_module, batch_shape = WORKLOADS[name]
     torch.manual_seed(0)
     module = build_module()
-    generator = torch.Generator().manual_seed(1 + rank)
-    return Workload(module=module, batch=torch.randn(batch_shape, generator=generator))
+    return Workload(module, torch.randn(batch_shape, generator=torch.Generator().manual_seed(1 + rank)))
 
 
 def compute_loss(output: Tensor) -> Tensor:
@@ -124,7 +121,7 @@ def is_torch(contender: str) -> bool:
 
 def constructor_flags(contender: str) -> dict[str, Any]:
     """Return the constructor arguments of a contender, without flags that the installed torch lacks."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    known = inspect.signature(DistributedDataParallel).parameters
     flags = CONTENDERS[contender]
     return {name: value for name, value in flags.items() if name in known or not is_torch(contender)}
 
@@ -143,10 +140,7 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
 
 
 class TrainingRun:
-    """A model in training: wrapped, with its optimizer and its batch.
-
-    Collective: all ranks must construct it.
-    """
+    """A model in training: wrapped, with its optimizer and its batch. All ranks must construct it."""
 
     def __init__(self, contender: str, workload: Workload, device: torch.device) -> None:
         self.contender = contender
@@ -157,10 +151,7 @@ class TrainingRun:
         self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-6)
 
     def step(self) -> None:
-        """Do one training step: zero the gradients, forward, backward, update.
-
-        Collective: all ranks must call it.
-        """
+        """Do one training step: zero the gradients, forward, backward, update."""
         self._optimizer.zero_grad(set_to_none=True)
         compute_loss(self.wrapped(self.batch)).backward()
         self._optimizer.step()

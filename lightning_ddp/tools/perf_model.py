@@ -55,7 +55,7 @@ class StepProfile:
         """Compute the median step of the recordings of some ranks of one run.
 
         A collective begins once the slowest rank has called it, so the latest time of all ranks counts. Steps
-        with other buckets than the last step, and steps that some ranks lack, are left out.
+        with other buckets than the last one, and steps that some ranks lack, are left out.
 
         Raises:
             ConfigurationError: the ranks have recorded no two consecutive steps in common.
@@ -93,10 +93,9 @@ class StepProfile:
 
 
 def _moments_of(recording: Recording) -> dict[int, list[float]]:
-    """Return the moments of each complete step that another one follows, by its number.
+    """Return the moments of each complete step that another one follows, by its number, in seconds.
 
-    In seconds since its forward began: begin and end of backward, then the duration from the last bucket to
-    the next forward, then each `ready`.
+    Since its forward: begin and end of backward; then from the last bucket to the next forward; each `ready`.
     """
     sizes = [bucket.num_bytes for bucket in recording.steps[-1].buckets]
     found = {}

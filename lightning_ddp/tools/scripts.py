@@ -172,7 +172,7 @@ class FailedRun:
     gone_s: float
     """Seconds from the fault until no process was left; the deadline if some had to be killed."""
     num_left: int
-    """Number of processes that were left after the script's end and the deadline."""
+    """Number of processes that were left at the deadline."""
     exit_code: int | None
     """Exit code of the script; None if it did not end."""
 
@@ -189,8 +189,8 @@ def run_to_fault(
 ) -> FailedRun:
     """Train with one of `STRATEGIES` until the victim fails and all processes have exited.
 
-    The fault is "exception" or "kill". There are `timeout_s` seconds to reach it, and as many from there.
-    Each rank runs the file `preload` first. Leaves no process.
+    The fault is "exception" or "kill". All of it has `2 * timeout_s` seconds. Each rank runs the file
+    `preload` first. Leaves no process.
 
     Raises:
         ToolError: the script did not reach the fault.

@@ -66,11 +66,10 @@ class Result:
     @property
     def comparisons(self) -> Comparisons:
         """Figures of each contender, compared to its reference."""
-        of = self.references
-        return {
-            subject: compare(rounds, reference=of if isinstance(of, str) else of[subject])
-            for subject, rounds in self.samples.items()
-        }
+        references = self.references
+        if isinstance(references, str):
+            references = dict.fromkeys(self.samples, references)
+        return {name: compare(of, reference=references[name]) for name, of in self.samples.items()}
 
 
 def draw_medians(result: Result, path: Path, *, unit: str, title: str) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,7 +22,6 @@ from lightning_ddp.tools.namespaces import read_sent_bytes
 from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled, timed
 
 NONE: Final = "none"
-"""Name of the reducer without a hook."""
 CONTENDERS: Final[Mapping[str, Any]] = {
     NONE: None,
     TORCH_DEFAULT: None,
@@ -38,8 +36,12 @@ CONTENDERS: Final[Mapping[str, Any]] = {
 _MODEL: Final = "linear16"
 _NUM_WARMUP_STEPS: Final = 3  # buckets are rebuilt after the first, and low-rank factors settle
 _SETTLED_STEP: Final = 10**9  # after the warm-up of every hook
-_FIGURES: Final = (("kernel_bytes", 1e-6), ("counted_bytes", 1e-6), ("codec_seconds", 1e3))
-"""Figures of a step beside its seconds, with the factors of their units in the table."""
+_FIGURES: Final = {
+    "MB by kernel": ("kernel_bytes", 1e-6),
+    "MB by hook": ("counted_bytes", 1e-6),
+    "codec ms": ("codec_seconds", 1e3),
+}
+"""Keys of figures of a step, and the factors of their units, by column."""
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 """Figures of each round, by contender."""
@@ -59,21 +61,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _measure(args: argparse.Namespace) -> Result:
     settings = HookSettings(model=_MODEL, hooks=CONTENDERS, num_rounds=args.rounds)
-    links = {
-        f"{_MODEL}, {mbit:g} Mbit/s": merge_ranks(
-            run_ranks(time_hooks, settings, world_size=2, timeout_s=args.timeout_s, mbit=mbit)
-        )
-        for mbit in args.links
-    }
-    return Result(
-        samples={
-            link: {name: [1e3 * row["seconds"] for row in of_rounds] for name, of_rounds in rows.items()}
-            for link, rows in links.items()
-        },
-        references=NONE,
-        settings={"rounds": args.rounds, "links": args.links},
-        extra={"links": links},
-    )
+    options = {"world_size": 2, "timeout_s": args.timeout_s}
+    links, samples = {}, {}
+    for mbit in args.links:
+        link = f"{_MODEL}, {mbit:g} Mbit/s"
+        links[link] = merge_ranks(run_ranks(time_hooks, settings, mbit=mbit, **options))
+        samples[link] = {name: [1e3 * row["seconds"] for row in of] for name, of in links[link].items()}
+    given = {"rounds": args.rounds, "links": args.links}
+    return Result(samples=samples, references=NONE, settings=given, extra={"links": links})
 
 
 def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
@@ -98,20 +93,19 @@ def median(rows: Sequence[Mapping[str, float]], key: str) -> float:
 
 def format_links(result: Result) -> str:
     """Format a table for each link."""
-    headers = ("contender", "step ms", "speed-up", "MB by kernel", "MB by hook", "codec ms")
     parts = []
     for link, comparisons in result.comparisons.items():
-        rows = result.extra["links"][link]
-        table: list[tuple[str | float, ...]] = [
-            (name, of.median, of.ratio, *(factor * median(rows[name], key) for key, factor in _FIGURES))
-            for name, of in comparisons.items()
-        ]
+        table: list[tuple[str | float, ...]] = []
+        for name, of in comparisons.items():
+            rows = result.extra["links"][link][name]
+            figures = (factor * median(rows, key) for key, factor in _FIGURES.values())
+            table.append((name, of.median, of.ratio, *figures))
+        headers = ("contender", "step ms", "speed-up", *_FIGURES)
         parts.append(f"two ranks, {link} in each direction\n{format_table(headers, table)}")
     return "\n\n".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HookSettings:
+class HookSettings(NamedTuple):
     """Settings of `time_hooks`, which measures in rounds in which contenders take turns."""
 
     model: str

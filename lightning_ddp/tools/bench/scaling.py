@@ -50,8 +50,8 @@ _CAPS_MB: Final = (1.0, 5.0, 25.0, 100.0)
 _RANKS: Final = tuple(2**power for power in range(13))
 _GATHERING: Final = ("topk", "sign")
 """Hooks whose ranks get the data of each rank."""
+_NO_EXCHANGE: Final = "computation"  # measured in turns with the hooks
 _NUM_RANKS: Final = 2  # that measure
-_NUM_PROBES: Final = 4
 _PROBE_BYTES: Final = (4_096, 65_536, 262_144, 1_048_576, 4_194_304)
 _GLOO_IN_FLIGHT: Final = 2  # threads of a gloo group of torch
 
@@ -151,7 +151,7 @@ class Calibration:
     link: Link
     hooks: dict[str, HookCost | None]
     checks_ms: dict[str, tuple[float, float]]
-    """Predicted and measured milliseconds of a step, by hook."""
+    """Predicted and measured milliseconds of a step, by hook; the prediction is of its communication."""
 
 
 def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
@@ -159,17 +159,19 @@ def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as folder:
         settings = (
             RecordSettings(model=args.model, folder=folder, num_steps=args.steps, communicates=False),
-            HookSettings(model=args.model, hooks=specs, num_rounds=args.steps),
+            HookSettings(model=args.model, hooks={**specs, _NO_EXCHANGE: "noop"}, num_rounds=args.steps),
         )
         options = {"device": args.device, "timeout_s": args.timeout_s, "mbit": args.link}
         found = run_ranks(_calibrate, settings, world_size=_NUM_RANKS, **options)
         profile = StepProfile.from_recordings(load_folder(Path(folder)))
     link = fit_link([row for rank in found for row in rank["probes"]], is_cpu=args.device == "cpu")
+    rows = merge_ranks([rank["rows"] for rank in found])
     hooks, checks_ms = {}, {}
-    for text, rows in merge_ranks([rank["rows"] for rank in found]).items():
-        hooks[text] = _hook_cost(specs[text], rows, profile.num_bytes)
-        predicted_s = predict(profile, link, _NUM_RANKS, hooks[text]).step_s
-        checks_ms[text] = 1e3 * predicted_s, 1e3 * median(rows, "seconds")
+    for text, spec in specs.items():
+        hooks[text] = _hook_cost(spec, rows[text], profile.num_bytes)
+        exposed_s = predict(profile, link, _NUM_RANKS, hooks[text]).step_s - profile.compute_s
+        predicted_s = median(rows[_NO_EXCHANGE], "seconds") + exposed_s
+        checks_ms[text] = 1e3 * predicted_s, 1e3 * median(rows[text], "seconds")
     return Calibration(profile=profile, link=link, hooks=hooks, checks_ms=checks_ms)
 
 
@@ -186,8 +188,7 @@ def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
         size: statistics.median(seconds for num_bytes, seconds, _ in probes if num_bytes == size)
         for size in _PROBE_BYTES
     }
-    line = TransferCost.fit(list(medians.items()))
-    largest = max(_PROBE_BYTES)
+    line, largest = TransferCost.fit(list(medians.items())), max(_PROBE_BYTES)
     cpu_s = statistics.median(of_cpu for num_bytes, _, of_cpu in probes if num_bytes == largest)
     hop = replace(line, latency_s=line.latency_s / 2)
     if not is_cpu:
@@ -197,13 +198,11 @@ def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
 
 
 def _calibrate(context: RankContext, settings: tuple[RecordSettings, HookSettings]) -> dict[str, Any]:
-    """Record the model without communication, then time collectives and hooks.
-
-    Collective: all ranks must call it.
-    """
+    """Record the model without communication, then time collectives and hooks."""
     recording, hooks = settings
     record_steps(context, recording)
-    probes = [_probe(size, context.device) for _ in range(_NUM_PROBES) for size in _PROBE_BYTES]
+    counts = {size: max(4, min(32, _PROBE_BYTES[-1] // size)) for size in _PROBE_BYTES}
+    probes = [_probe(size, context.device) for size, count in counts.items() for _ in range(count)]
     return {"probes": probes, "rows": time_hooks(context, hooks)}
 
 

@@ -82,7 +82,6 @@ class StepSettings:
     num_steps: int
     """Timed steps of each contender in a round."""
     num_warmup_steps: int
-    """Steps of each contender before the first round; torch rebuilds its buckets after the first of them."""
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -93,13 +92,23 @@ def _measure(args: argparse.Namespace) -> Result:
         num_steps=args.steps,
         num_warmup_steps=args.warmup,
     )
-    world_size = default_world_size(args)
+    most = max(1, torch.cuda.device_count()) if args.device == "cuda" else 2
+    world_size = args.world_size or min(2, most)
     if BARE in settings.contenders and world_size > 1:
         raise ToolError(f"{BARE} averages nothing. Measure it with --world-size 1")
     if args.links is not None and (world_size != 2 or args.device != "cpu"):
         raise ToolError("--links needs two ranks on the CPU")
+    samples: dict[str, dict[str, list[float]]] = {}
+    links = tuple(dict.fromkeys(args.links or [None]))
+    options = {"world_size": world_size, "device": args.device, "timeout_s": args.timeout_s}
+    with progress_bar(len(links) * len(settings.models) * settings.num_rounds, "bench step") as bar:
+        for mbit in links:
+            options["num_replicas"] = len(settings.contenders) if mbit is None else 1
+            found = run_ranks(time_steps, settings, on_progress=bar.update, mbit=mbit, **options)
+            for model, rounds in reduce_ranks(found, settings).items():
+                samples[model if mbit is None else f"{model}, {mbit:g} Mbit/s"] = rounds
     result = Result(
-        samples=_measure_steps(args, settings, world_size),
+        samples=samples,
         references=reference_of(settings.contenders),
         settings={name: getattr(args, name) for name in ("rounds", "steps", "warmup", "device", "links")}
         | {"world_size": world_size}
@@ -107,36 +116,6 @@ def _measure(args: argparse.Namespace) -> Result:
     )
     result.extra["geometric_mean"] = geometric_means(result.comparisons)
     return result
-
-
-def default_world_size(args: argparse.Namespace) -> int:
-    """Return the requested number of ranks; by default 2, but at most as many as GPUs on CUDA."""
-    if args.world_size is not None:
-        return int(args.world_size)
-    return max(1, min(2, torch.cuda.device_count())) if args.device == "cuda" else 2
-
-
-def _measure_steps(
-    args: argparse.Namespace, settings: StepSettings, world_size: int
-) -> dict[str, dict[str, list[float]]]:
-    """Return milliseconds of each round by model, with the speed of the link, and contender."""
-    links = tuple(dict.fromkeys(args.links or [None]))
-    samples: dict[str, dict[str, list[float]]] = {}
-    with progress_bar(len(links) * len(settings.models) * settings.num_rounds, "bench step") as bar:
-        for mbit in links:
-            found = run_ranks(
-                time_steps,
-                settings,
-                world_size=world_size,
-                device=args.device,
-                timeout_s=args.timeout_s,
-                num_replicas=len(settings.contenders) if mbit is None else 1,
-                on_progress=bar.update,
-                mbit=mbit,
-            )
-            for model, rounds in reduce_ranks(found, settings).items():
-                samples[model if mbit is None else f"{model}, {mbit:g} Mbit/s"] = rounds
-    return samples
 
 
 RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
@@ -230,18 +209,19 @@ def _time_model(
                     seconds[name].append(times)
         if context.replica == 0:
             context.advance()
-    _compare(context, model, settings.contenders, runs, turns)
+    _compare(context, settings, model, runs, turns)
     return seconds
 
 
 def _compare(
     context: RankContext,
+    settings: StepSettings,
     model: str,
-    contenders: Sequence[str],
     runs: Mapping[str, TrainingRun],
     turns: RoundRobin,
 ) -> None:
     """Check on each rank that all contenders of all replicas compute the same."""
+    contenders = settings.contenders
     reference = TORCH_DEFAULT if TORCH_DEFAULT in contenders else contenders[0]
     key = f"state/{model}/{context.rank}"
     for name in sorted(contenders, key=lambda contender: contender != reference):
