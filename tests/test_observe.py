@@ -224,7 +224,8 @@ def test_numbers_out_of_range(arguments, message) -> None:
 
 def test_another_strategy_is_refused() -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[CommunicationMonitor()], **quiet)
+    monitor = CommunicationMonitor()
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], **quiet)
     text = "'custom_ddp' or one of its variants, but the Trainer has Single"
     with pytest.raises(ConfigurationError, match=text):
         trainer.fit(BoringModel())
