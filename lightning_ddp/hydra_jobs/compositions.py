@@ -107,11 +107,9 @@ class JobLoader(ConfigLoaderImpl):
     def load_configuration(  # type: ignore[override]  # Hydra passes keywords
         self, config_name: str | None, overrides: list[str], *, from_shell: bool = True, **kwargs: Any
     ) -> Any:
-        def load() -> Any:
-            return load_configuration(config_name, overrides, from_shell=from_shell, **kwargs)
-
-        load_configuration = super().load_configuration
-        return load() if from_shell else jobs().composed(config_name, overrides, load)
+        load = super().load_configuration
+        compose = functools.partial(load, config_name, overrides, from_shell=from_shell, **kwargs)
+        return compose() if from_shell else jobs().composed(config_name, overrides, compose)
 
     def load_sweep_config(self, master_config: Any, sweep_overrides: list[str]) -> Any:
         config = super().load_sweep_config(master_config, sweep_overrides)
