@@ -21,7 +21,6 @@ from lightning_ddp._torch import known_groups, name_of_group
 
 _NUM_RECENT = 4
 _MOST_PENDING = 64
-_MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
 _LOOK_AFTER_S = 5.0
 """Age in seconds at which a wait checks whether the ranks wait for different collectives."""
@@ -39,8 +38,7 @@ class Entry(NamedTuple):
     label: str | None
     """Purpose, such as 'reduce of bucket 4'; None if not given."""
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
-    """Shapes and dtypes of the first few tensors."""
-    num_tensors: int
+    """Shapes and dtypes."""
     since: float
     """Start time, in seconds of `time.monotonic`."""
 
@@ -51,11 +49,10 @@ class Entry(NamedTuple):
     def text(self) -> str:
         """Describe all that must be the same on all ranks, in a few hundred characters."""
         shapes = ", ".join(f"{_shape(shape)} {str(d).removeprefix('torch.')}" for shape, d in self.tensors)
-        more = f" and {self.num_tensors - len(self.tensors)} more" * (self.num_tensors > len(self.tensors))
         label, kind = self.label or "", self.kind
         is_function = label.isidentifier() and label.startswith(kind.split()[0])  # the label repeats the kind
         purpose = "" if is_function or kind.startswith(label) else f"{label}: "
-        return f"{purpose}{kind}" + f" of {shapes}{more}" * bool(self.tensors)
+        return f"{purpose}{kind}" + f" of {shapes}" * bool(shapes)
 
 
 def _shape(shape: torch.Size) -> str:
@@ -81,8 +78,8 @@ class Lane:
     def next(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None) -> Entry:
         """Record a collective that is about to start; return its entry."""
         self.number += 1
-        shown = tuple([(t.shape, t.dtype) for t in tensors[:_MOST_TENSORS]])
-        entry = Entry(self, self.number, kind, label, shown, len(tensors), time.monotonic())
+        shown = tuple([(t.shape, t.dtype) for t in tensors])
+        entry = Entry(self, self.number, kind, label, shown, time.monotonic())
         self.recent.append(entry)
         return entry
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -98,12 +98,10 @@ def _make(group: Group, device: torch.device, ranks: Sequence[int]) -> Group | N
 
 def _keep_timeout(first: Any, made: Any, device: torch.device) -> None:
     """Copy the timeout of a group to a new group, for which torch sets the backend's default."""
-    try:
+    with suppress(RuntimeError):  # a third-party backend may have no device
         timeout = timeout_of(backend_of(first, device))
-    except RuntimeError:  # a third-party backend may have no device
-        return
-    if timeout is not None:
-        set_timeout(backend_of(made, device), timeout)
+        if timeout is not None:
+            set_timeout(backend_of(made, device), timeout)
 
 
 def _make_with_torch(group: Group, ranks: Sequence[int]) -> Any | None:
