@@ -304,10 +304,10 @@ class JobControl:
             for action in sorted(actions, key=self._is_to_own_process):
                 self._act(action, now)
             self._renew(now)
-        if job.phase is JobPhase.OVER and job.reason is not None:
+        if job.phase is JobPhase.OVER and job.reason is not None and self._verdict.first is None:
             cause = job.cause or FailureRecord(rank=0, message=job.reason)
             message = f"{cause.message}\n  The other ranks did not continue: {job.reason}"
-            self._verdict.settle(replace(cause, message=message))
+            self._verdict.first = replace(cause, message=message)
 
     def _is_to_own_process(self, action: Action) -> bool:
         """Return True for an order to the rank of this process: sent last, as the server may end with it."""

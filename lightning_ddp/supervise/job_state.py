@@ -598,7 +598,7 @@ class JobState:
             self._slots[process.place].stands_again()
         for process in leaving:
             record = FailureRecord.of_identity(process.who, "the process was asked to leave")
-            self.history.released(process.place, record)
+            self.history.lost(process.place, record, now)
             self._release(process, now)
         for process in self._lost:
             self._slots[process.place].lost(self._new.step, now)
