@@ -398,13 +398,13 @@ def test_a_rank_is_silent_for_the_timeout_and_not_for_less(timeout_s, num_ranks)
     interval_s = watch.interval_s
     assert interval_s <= timeout_s / 4
     rank.heard_at = rank.moved_at = 1.0
-    stops_at, now, record = 1.0 + 0.99 * interval_s, 0.0, None
-    while record is None:
+    stops_at, now, found = 1.0 + 0.99 * interval_s, 0.0, None
+    while found is None:
         assert now < 1.0 + 3 * timeout_s
         other.heard_at = other.moved_at = now
-        found_at, record = now, watch.find(roster.members, now)
+        found_at, found = now, watch.find(roster.members, now)
         now = watch.next_look()
-    assert (record.rank, record.message[:32]) == (0, "the process has not answered for")
+    assert (found[0], found[1].message[:32]) == (rank, "the process has not answered for")
     assert found_at > stops_at + timeout_s
     assert num_ranks > 64 or found_at <= stops_at + timeout_s + 1.0
 

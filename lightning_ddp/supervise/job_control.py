@@ -258,10 +258,9 @@ class JobControl:
         self._renew(now)
         stalled = self._stall.find(job.roster.members, now)
         if stalled is not None and not self._is_told:
-            stalled = self._with_stack(stalled)
-            process = job.roster.of(stalled)
-            if process is None or not self._lose(process, stalled, now, has_ended=False):
-                self._verdict.accuse(stalled)
+            process, record = stalled[0], self._with_stack(stalled[1])
+            if not self._lose(process, record, now, has_ended=False):
+                self._verdict.accuse(record)
         self._deliver(self._inspection.due(now))
         stranded = self._inspection.stranded(job.all_ended)
         if stranded is not None and stranded[0] in self._members:
