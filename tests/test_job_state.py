@@ -157,21 +157,6 @@ class Job:
 # ---------------------------------------------------------------------- when something is due
 
 
-def test_nothing_is_due_again_and_again_while_enough_are_there_and_one_has_not_answered() -> None:
-    job = Job(2, ReplaceSettings(min_world_size=2, wait_s=5.0))
-    job.stuck.add(0)
-    job.fail(1, 5)
-    job.connect(1, start=1)
-    job.go(6.0)  # the time to wait is over
-    job.deaf.add(0)
-    job.rank(0).settle()
-    job.say(job.member(0))
-    job.go()
-    assert job.state.phase is JobPhase.HOLDING
-    deadline = job.state.deadline(job.now)
-    assert deadline is None or deadline > job.now
-
-
 def test_a_member_that_says_only_that_it_fails_is_told_of_after_a_while() -> None:
     job = Job(2)
     job.rank(1).fail("cannot continue: bad sample")

@@ -457,15 +457,15 @@ def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
     text = lane.next("all_reduce", tensors, "x" * 10_000).text()
     start = time.monotonic()
     for number in range(1, 6):
-        call = CollectiveFingerprint("world", "0-999", number, text[:200], run=1)
+        call = CollectiveFingerprint("world", "0-999", number, text[:200])
         letters = []
         for rank in range(1000):
             assert letters == []
             letters = inspection.handle(rank, call, 0.0)
         assert letters == [(rank, CollectiveApproved("world", number)) for rank in range(1000)]
     print(f"\n1,000 ranks: {(time.monotonic() - start) / 5 * 1e3:.1f} ms of the server a compared collective")
-    letters = inspection.handle(999, CollectiveFingerprint("world", "0-999", 6, "other", run=1), 0.0)
-    letters = inspection.handle(0, CollectiveFingerprint("world", "0-999", 6, text[:200], run=1), 0.0)
+    letters = inspection.handle(999, CollectiveFingerprint("world", "0-999", 6, "other"), 0.0)
+    letters = inspection.handle(0, CollectiveFingerprint("world", "0-999", 6, text[:200]), 0.0)
     assert {m for _, m in letters} == {StatusRequest(1)}
     found = []
     for rank in range(1000):

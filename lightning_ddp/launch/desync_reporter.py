@@ -240,11 +240,10 @@ class DesyncReporter:
         if watch is None:
             return
         answer = self._answers[lane.name, entry.number] = _Answer()
-        run = self.num_runs + (not self._is_active)  # between two runs the next one counts
         try:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))
-                watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text()), run))
+                watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
                 while not answer.has_come.wait(SLICE_S):
                     self._interrupt.check()
                     self._interrupt.check_deadline()

@@ -49,8 +49,6 @@ class _Announced:
     since: float
     texts: dict[int, str] = field(default_factory=dict)
     """Collective that each rank is about to call."""
-    run: int = 0
-    """The latest run, as the ranks count them, in which one of them is."""
 
 
 class DesyncDetector:
@@ -200,7 +198,6 @@ class DesyncDetector:
         self._announced[group] = announced
         known = next(iter(announced.texts.values()), text)  # those that have come are the same
         announced.texts[rank] = text
-        announced.run = max(announced.run, message.run)
         if announced.number != number or known != text:
             del self._announced[group]
             self._broken[group] = None
@@ -220,7 +217,8 @@ class DesyncDetector:
         """
         if not self._announced:
             return False
-        latest = max(announced.run for announced in self._announced.values())
+        reports = [self._report(rank) for known in self._announced.values() for rank in known.texts]
+        latest = max(report.begun + (report.begun == report.ended) for report in reports)
         for rank, status in statuses.items():
             if status.state == "finished" and self._report(rank).ended >= latest:
                 continue

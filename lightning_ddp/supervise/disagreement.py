@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import Findings, RankStatus
@@ -15,7 +14,6 @@ _MOST_MISSING, _MOST_ROWS = 1000, 16
 _SENTENCE_CHARACTERS, _TABLE_CHARACTERS, _RANKS_CHARACTERS = 1_500, 2_000, 200
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do", "ends": "end"}
 
-_T = TypeVar("_T", bound=Hashable)
 Statuses = Mapping[int, RankStatus]
 """Status of each rank."""
 
@@ -126,9 +124,9 @@ def _table(statuses: Statuses) -> str:
 # ---------------------------------------------------------------------- ranks in words
 
 
-def _by_value(values: Mapping[int, _T]) -> dict[_T, list[int]]:
+def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
     """Return the ranks of each value."""
-    ranks: dict[_T, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ranks

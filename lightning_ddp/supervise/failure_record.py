@@ -305,13 +305,9 @@ class History:
         """Time of the first loss since all continued."""
 
     def lost(self, slot: int, record: FailureRecord, now: float) -> None:
-        """Note the loss of the process in a slot."""
+        """Note that the process in a slot is lost, or leaves."""
         self._left.setdefault(slot, record)
         self._since = now if self._since is None else self._since
-
-    def released(self, slot: int, record: FailureRecord) -> None:
-        """Note that a process leaves on request."""
-        self._left[slot] = record
 
     def formed(self, step: int, before: Sequence[int], after: Sequence[int], now: float) -> None:
         """Note the next generation, from a step; `before` and `after` are slots by rank."""

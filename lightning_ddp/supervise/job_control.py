@@ -267,10 +267,9 @@ class JobControl:
         self._renew(now)
         stalled = self._stall.find(job.roster.members, now)
         if stalled is not None and not self._is_told:
-            stalled = self._with_stack(stalled)
-            process = job.roster.of(stalled)
-            if process is None or not self._lose(process, stalled, now, has_ended=False):
-                self._verdict.accuse(stalled)
+            process, record = stalled[0], self._with_stack(stalled[1])
+            if not self._lose(process, record, now, has_ended=False):
+                self._verdict.accuse(record)
         self._deliver(self._inspection.due(now))
         stranded = self._inspection.stranded(job.all_ended)
         if stranded is not None and stranded[0] in self._members:
@@ -313,10 +312,10 @@ class JobControl:
             for action in sorted(actions, key=self._is_to_own_process):
                 self._act(action, now)
             self._renew(now)
-        if job.phase is JobPhase.OVER and job.reason is not None:
+        if job.phase is JobPhase.OVER and job.reason is not None and self._verdict.first is None:
             cause = job.cause or FailureRecord(rank=0, message=job.reason)
             message = f"{cause.message}\n  The other ranks did not continue: {job.reason}"
-            self._verdict.settle(replace(cause, message=message))
+            self._verdict.first = replace(cause, message=message)
 
     def _is_to_own_process(self, action: Action) -> bool:
         """Return True for an order to the rank of this process: sent last, as the server may end with it."""

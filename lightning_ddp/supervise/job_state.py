@@ -506,13 +506,14 @@ class JobState:
         """Lose whoever has not followed an order in time; in a stop for a signal the run fails."""
         if self._stops_by is not None and now >= self._stops_by:
             self._stops_by = None
-            late = [process.rank for process in self.roster.remaining if process.is_active]
+            late = [process for process in self.roster.remaining if process.is_active]
             if late:
+                ranks = ", ".join(str(process.rank) for process in late)
                 message = (
-                    f"all were asked to stop by a signal, but rank(s) {', '.join(map(str, late))} did not"
-                    f" reach the next step boundary within failure_grace_s={self._grace_s:g} s"
+                    f"all were asked to stop by a signal, but rank(s) {ranks} did not reach the next step"
+                    f" boundary within failure_grace_s={self._grace_s:g} s"
                 )
-                self._actions.append(Accuse(FailureRecord(rank=late[0], message=message)))
+                self._actions.append(Accuse(FailureRecord.of_identity(late[0].who, message)))
         for process in self._current.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
@@ -598,7 +599,7 @@ class JobState:
             self._slots[process.place].stands_again()
         for process in leaving:
             record = FailureRecord.of_identity(process.who, "the process was asked to leave")
-            self.history.released(process.place, record)
+            self.history.lost(process.place, record, now)
             self._release(process, now)
         for process in self._lost:
             self._slots[process.place].lost(self._new.step, now)

@@ -136,8 +136,6 @@ class Roster:
 
     def of(self, record: FailureRecord | Identity) -> Process | None:
         """Return the process of a record, whose rank may be of another generation."""
-        if record.pid is None:
-            return next((process for process in self.members if process.rank == record.rank), None)
         return self._known.get((record.node_rank, record.pid))
 
     def at(self, place: int) -> list[Process]:

@@ -190,13 +190,12 @@ class StatusReply(Message):
 
 
 class CollectiveFingerprint(Message):
-    """Collective, with shapes and dtypes, that a rank is about to start in its run number `run`."""
+    """Collective, with shapes and dtypes, that a rank is about to start."""
 
     group: Text
     ranks: Text
     number: int
     text: Text
-    run: int
 
 
 class SendValue(Message):

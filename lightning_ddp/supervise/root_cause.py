@@ -78,10 +78,6 @@ class RootCauseTracker:
         self._vanished.pop(_key(record), None)
         self._echoes = [echo for echo in self._echoes if _key(echo[1]) != _key(record)]
 
-    def settle(self, record: FailureRecord) -> None:
-        """Set the failure that ends the job, unless there is one."""
-        self.first = self.first or record
-
     def deadline(self) -> float | None:
         """Return when to decide at the latest; None if nothing is pending."""
         waiting = [*self._vanished.values(), *self._echoes]

@@ -49,8 +49,8 @@ class StallWatch:
         is_on = self.interval_s is not None and self._since is not None
         return self._looked_at + (self.interval_s or 0.0) if is_on else None
 
-    def find(self, members: Iterable[Process], now: float) -> FailureRecord | None:
-        """Return the failure of a member that has stalled."""
+    def find(self, members: Iterable[Process], now: float) -> tuple[Process, FailureRecord] | None:
+        """Return a member that has stalled, and its failure."""
         next_look = self.next_look()
         if next_look is None or self.interval_s is None or self._since is None or now < next_look:
             return None
@@ -67,10 +67,11 @@ class StallWatch:
         if quietest is not None and (silent_s := now - times[quietest][0]) > self._timeout_s / 2:
             # the others may wait for it; it was well until then
             is_mute = silent_s > self._timeout_s + self.interval_s
-            return silent(quietest.who, self._timeout_s) if is_mute else None
+            return (quietest, silent(quietest.who, self._timeout_s)) if is_mute else None
         for process, (heard_at, moved_at) in times.items():
             where = process.report.where
             if heard_at - moved_at > self._timeout_s and where.waits_for is None:
                 text = f"no progress within stall_timeout={self._timeout_s:g} s"
-                return FailureRecord.of_identity(process.who, text, step=where.step, phase=where.phase)
+                more = {"step": where.step, "phase": where.phase}
+                return process, FailureRecord.of_identity(process.who, text, **more)
         return None
