@@ -747,14 +747,16 @@ def test_a_node_that_the_run_does_not_have_is_an_error(variable, strategy, tmp_p
     assert f"Error: {variable}=1, but the nodes of Trainer(num_nodes=1) are counted from 0" in result.stderr
 
 
-@pytest.mark.parametrize("is_alive", [False, True])
-def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(is_alive) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    pid = os.getpid() if is_alive else ended.pid  # nor is this process the parent of the script
+@pytest.mark.parametrize("what", ["alive", "gone", "zombie"])
+def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(what) -> None:
     script = "import lightning_ddp, os; print(os.environ.get('LIGHTNING_DDP_PARENT_PID'))"
-    result = run_script(script, env={"LIGHTNING_DDP_PARENT_PID": str(pid)}, timeout_s=DEADLINE_S)
-    if is_alive:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        if what == "gone":
+            ended.wait()
+        pid = os.getpid() if what == "alive" else ended.pid  # nor is this process the parent of the script
+        result = run_script(script, env={"LIGHTNING_DDP_PARENT_PID": str(pid)}, timeout_s=DEADLINE_S)
+    if what == "alive":
         assert (result.returncode, result.stdout) == (0, "None\n")
     else:
         assert result.returncode == 1

@@ -34,6 +34,7 @@ __all__ = [
     "end_with",
     "forked_by_zygote",
     "guarded_by",
+    "is_alive",
     "keep_files",
     "launched_by",
     "launcher_pid",
@@ -128,7 +129,7 @@ def adopt_from_environment() -> None:
     that was started earlier, and has got it as well, is no child of the launcher.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None or (parent != str(os.getppid()) and _is_alive(parent)):
+    if parent is None or (parent != str(os.getppid()) and is_alive(parent)):
         return
     if parent != str(os.getppid()):
         print(
@@ -140,13 +141,16 @@ def adopt_from_environment() -> None:
     die_with_parent(int(parent))
 
 
-def _is_alive(pid: str) -> bool:
+def is_alive(pid: str | int) -> bool:
+    """Return True if a process has not ended; one that nobody has waited for yet has."""
     try:
         os.kill(int(pid), 0)
     except PermissionError:
         return True
     except (ValueError, OverflowError, ProcessLookupError):
         return False
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # there is none but on Linux
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
     return True
 
 

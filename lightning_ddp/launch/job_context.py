@@ -48,7 +48,7 @@ from lightning_ddp.launch.rendezvous import (
     run_store,
     tcp_address,
 )
-from lightning_ddp.launch.stop_signals import ended_by_interrupt, tell_long_wait
+from lightning_ddp.launch.stop_signals import ended_by_signals, tell_long_wait
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
 from lightning_ddp.supervise.job_control import LocalProcesses
@@ -298,7 +298,7 @@ def waiting(
         if environment.local_rank() == 0:
             rank = environment.global_rank() if rank is None else rank
             stack.enter_context(tell_long_wait(rank, what))
-        stack.enter_context(ended_by_interrupt())
+        stack.enter_context(ended_by_signals())
         yield
 
 

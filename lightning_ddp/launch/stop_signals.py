@@ -17,7 +17,7 @@ from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish
 
-__all__ = ["StopSignals", "ended_by_interrupt", "second_interrupt_ends", "tell_long_wait"]
+__all__ = ["StopSignals", "ended_by_signals", "second_interrupt_ends", "tell_long_wait"]
 
 LONG_S = 5.0
 _IGNORED_WITHIN_S = 60.0
@@ -42,20 +42,24 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
 
 
 @contextmanager
-def ended_by_interrupt() -> Generator[None, None, None]:
-    """Let Ctrl-C end this process at once in this context, as SIGTERM does, also in C++.
+def ended_by_signals() -> Generator[None, None, None]:
+    """Let SIGTERM and Ctrl-C end this process at once in this context, also in C++.
 
-    Does nothing outside of the main thread, or where the script has a handler of its own.
+    Does nothing outside of the main thread. Signals that are ignored, and a handler of the script for Ctrl-C,
+    stay as they are.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    replaced = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before = signal.getsignal(number)
+            is_scripts = number == signal.SIGINT and before is not signal.default_int_handler
+            if before not in (None, signal.SIG_IGN) and not is_scripts:
+                replaced[number] = signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, before in replaced.items():
+            signal.signal(number, before)
 
 
 class StopSignals:

@@ -21,10 +21,9 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lightning_ddp.launch.child_process import end_with
+from lightning_ddp.launch.child_process import end_with, is_alive
 from lightning_ddp.launch.program import Program
 
 __all__ = ["Fork", "Start", "Zygote", "fork", "receive", "send", "serve"]
@@ -122,7 +121,7 @@ class Fork:
         """Wait for its end; return its exit code. Called once."""
         with self._told:
             answer = self._told.recv(64)
-        while not answer and _is_alive(self.pid):  # the zygote is gone
+        while not answer and is_alive(self.pid):  # the zygote is gone
             time.sleep(_LOOK_EVERY_S)
         self.returncode = int(answer) if answer else -signal.SIGKILL
         return self.returncode
@@ -132,14 +131,6 @@ class Fork:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def fork() -> int:
