@@ -40,6 +40,7 @@ SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_NODELIST": "gpu-[07-08]",
 }
+TRAIN_JOB = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node-0"}
 CONTROLLED = {*TORCHRUN, *SLURM, "NODE_RANK", "GLOO_SOCKET_IFNAME"}
 
 
@@ -72,6 +73,7 @@ def text_of(findings: list[Finding], check: str) -> str:
         (TORCHRUN, "torchrun", (3, 1, 4, 2), ("node0", 29500), "Trainer(devices=2, num_nodes=2)"),
         # SLURM's address and port as Lightning takes them
         (SLURM, "slurm", (5, 1, 8, 2), ("gpu-07", 15000 + 4711), "Trainer(devices=4, num_nodes=2)"),
+        (TRAIN_JOB, "script", (1, 0, 2, 2), ("node-0", 29500), "TrainJob: PET_NNODES=2, PET_NODE_RANK=1"),
         ({"SLURM_JOB_ID": "1"}, "nobody", (0, 0, 1, 1), (None, None), "Lightning starts processes itself"),
         ({**SLURM, "SLURM_JOB_NAME": "bash"}, "nobody", (0, 0, 1, 1), (None, None), "is interactive"),
     ],
@@ -91,6 +93,7 @@ def test_the_launcher_is_recognized_with_what_it_implies(env, starter, ranks, ma
     ("env", "num_nodes", "complaint"),
     [
         ({**TORCHRUN, "MASTER_ADDR": ""}, None, "MASTER_ADDR not"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, None, "PET_NODE_RANK=2, but nodes are counted from 0"),
         ({**TORCHRUN, "RANK": "4"}, None, "RANK=4 is not below WORLD_SIZE=4"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, None, "2 nodes x 3 ranks are not WORLD_SIZE=4"),
         ({**TORCHRUN, "WORLD_SIZE": "four"}, None, "'four'"),

@@ -16,7 +16,16 @@ from typing import NamedTuple
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["ENGINES", "Engine", "Nodes", "Told", "nodes_of", "settle_nodes", "take_slurm_task"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Nodes",
+    "Told",
+    "nodes_of",
+    "settle_nodes",
+    "take_slurm_task",
+    "variables_by_hand",
+]
 
 _DEFAULT_PORT = "29500"
 """Port of the store where an engine gives an address only; torchrun's default too."""
@@ -148,8 +157,11 @@ ENGINES = (
 """Rows of the table, those whose address is preferred first."""
 
 
-def nodes_of(env: Mapping[str, str]) -> tuple[Nodes, list[str]]:
+def nodes_of(env: Mapping[str, str], num_nodes: int = 1) -> tuple[Nodes, list[str]]:
     """Return what all engines together say of the nodes, and the names of the engines that were found.
+
+    `num_nodes` is the number of nodes in the script, without which an index alone does not say that there are
+    several: Kubernetes numbers the pods of a sweep, too.
 
     Raises:
         ConfigurationError: Two variables contradict each other, or one is malformed.
@@ -158,13 +170,15 @@ def nodes_of(env: Mapping[str, str]) -> tuple[Nodes, list[str]]:
     shown = env.keys() - (_OF_PODS if "LOCAL_RANK" in env else set())
     found = [engine for engine in ENGINES if shown >= set(engine.marks)]
     said = [engine.read(_Variables(env)) for engine in found]
-    num_nodes = _agreed([nodes.num_nodes for nodes in said])
+    stated = _agreed([nodes.num_nodes for nodes in said])
     node_rank = _agreed([nodes.node_rank for nodes in said])
-    if num_nodes is not None and node_rank is not None and node_rank.value >= num_nodes.value:
-        raise ConfigurationError(f"{node_rank}, but nodes are counted from 0, and {num_nodes}")
+    if node_rank is None and (num_nodes > 1 or stated is not None):
+        node_rank = _Variables(env).number("JOB_COMPLETION_INDEX")
+    if stated is not None and node_rank is not None and node_rank.value >= stated.value:
+        raise ConfigurationError(f"{node_rank}, but nodes are counted from 0, and {stated}")
     return (
         Nodes(
-            num_nodes=num_nodes,
+            num_nodes=stated,
             node_rank=node_rank,
             num_devices=_agreed([nodes.num_devices for nodes in said]),
             address=next((nodes.address for nodes in said if nodes.address), None),
@@ -183,6 +197,16 @@ def _agreed(told: list[Told | None]) -> Told | None:
     return made[0] if made else None
 
 
+def variables_by_hand(nodes: Nodes, engines: list[str]) -> dict[str, str]:
+    """Return the variables of this node as if it had been started by hand, where `engines` say them."""
+    variables = {}
+    if nodes.node_rank is not None:
+        variables["NODE_RANK"] = str(nodes.node_rank.value)
+    if engines and nodes.address is not None:
+        variables.update(MASTER_ADDR=nodes.address, MASTER_PORT=nodes.port or _DEFAULT_PORT)
+    return variables
+
+
 def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[int, int]:
     """Return the numbers of nodes and of devices per node: the engine's, where the script leaves them open.
 
@@ -198,7 +222,7 @@ def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[in
         ConfigurationError: Script and engine, or two engines, contradict each other.
     """
     env = os.environ
-    nodes, engines = nodes_of(env)
+    nodes, engines = nodes_of(env, num_nodes)
     if nodes.num_nodes is not None:
         if num_nodes not in (1, nodes.num_nodes.value):
             raise ConfigurationError(
@@ -218,11 +242,7 @@ def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[in
             del env[name]
         env[_NODES_VARIABLE] = f"{num_nodes} {nodes.num_nodes.variable}"
     if num_nodes > 1:
-        rank = nodes.node_rank or _Variables(env).number("JOB_COMPLETION_INDEX")
-        if rank is not None:
-            env["NODE_RANK"] = str(rank.value)
-        if engines and nodes.address is not None:
-            env.update(MASTER_ADDR=nodes.address, MASTER_PORT=nodes.port or _DEFAULT_PORT)
+        env.update(variables_by_hand(nodes, engines))
     return num_nodes, num_devices
 
 

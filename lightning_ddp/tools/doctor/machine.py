@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.comm.group import InThread
-from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.errors import ConfigurationError, LightningDDPError
+from lightning_ddp.launch.environment import nodes_of, variables_by_hand
 from lightning_ddp.launch.interface import interfaces, route_to
 from lightning_ddp.tools.command_line import installed_version
 
@@ -180,13 +181,15 @@ def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
     1
     """
     try:
-        if "RANK" in env and "WORLD_SIZE" in env:
+        if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)
         # Lightning ignores the variables of interactive SLURM jobs.
         is_interactive = env.get("SLURM_JOB_NAME") in ("bash", "interactive")
         if "SLURM_NTASKS" in env and "SLURM_JOB_ID" in env and not is_interactive:
             return _from_slurm(env)
         return _from_user(env, num_nodes or 1)
+    except ConfigurationError as error:
+        return Placement(starter="nobody", findings=(Finding("FAIL", "variables", str(error)),))
     except ValueError as error:
         message = f"an environment variable is not a number ({error}). Correct or unset it"
         return Placement(starter="nobody", findings=(Finding("FAIL", "variables", message),))
@@ -203,7 +206,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
     problems = []
-    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         problems.append(
             f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: another launcher's variables were"
@@ -272,6 +275,13 @@ def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
         reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is interactive"
         found = f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
         findings.append(Finding("PASS", "SLURM", found))
+    nodes, engines = nodes_of(env, num_nodes)
+    num_nodes = num_nodes if nodes.num_nodes is None else nodes.num_nodes.value
+    env = {**env, **variables_by_hand(nodes, engines)}
+    if engines:
+        per_node = "" if nodes.num_devices is None else f", {nodes.num_devices}"
+        found = f"{nodes.num_nodes or 'no number of nodes'}, {nodes.node_rank or 'no node rank'}{per_node}"
+        findings.append(Finding("PASS", "engine", f"{', '.join(engines)}: {found}"))
     rank = int(env.get("NODE_RANK", 0))
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if num_nodes > 1 and missing:
