@@ -176,7 +176,10 @@ def _let_go_last(held: list[Any]) -> None:
 
 def explain_retired(error: BaseException) -> ProcessGroupError | None:
     """Return the error to raise instead of one caused by a retired group; None for another cause."""
-    if REFUSAL not in str(error):
+    cause: BaseException | None = error  # torch may raise another one as it logs the error
+    while cause is not None and REFUSAL not in str(cause):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return None
     return ProcessGroupError(
         "a process group that was created before ranks were lost cannot be used any more. Do not keep"
