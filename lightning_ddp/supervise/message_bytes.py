@@ -7,11 +7,10 @@ limit. Texts and lists over the limit of their field are cut.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import struct
 import types
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -83,56 +82,66 @@ def _parse(data: bytes) -> Message:
     if not isinstance(kind, str) or kind not in Message.kinds:
         raise ProtocolError("no object with a known kind")
     try:
-        message: Message = _read(Message.kinds[kind], values)
+        message: Message = _read(_type_of(Message.kinds[kind]), values)
     except ProtocolError as error:
         raise ProtocolError(f"{kind}{error}") from None
     return message
 
 
-def _read(hint: Any, value: Any) -> Any:
+@dataclass(frozen=True, eq=False)
+class _Type:
+    """The type of a field, taken apart once: 16,384 ranks read a message at the same time."""
+
+    hint: Any
+    origin: Any
+    parts: tuple[Any, ...]
+    """Types of what it is made of; the choices of a text, or the limit of its length."""
+
+
+@functools.cache
+def _type_of(hint: Any) -> _Type:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        return _Type(
+            hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
+        )
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return _Type(hint, StrEnum, tuple(hint))
+    if origin is Literal:
+        return _Type(hint, origin, arguments)
+    return _Type(hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments))
+
+
+def _read(kind: _Type, value: Any) -> Any:
     """Return a JSON value as the type of its field; raise `ProtocolError` with what is wrong."""
-    if type(value) is hint or hint is Any:
+    hint, origin, parts = kind.hint, kind.origin, kind.parts
+    if (type(value) is hint and hint is not float) or hint is Any:
         return value
-    origin, arguments = _parts_of(hint)
-    if is_dataclass(hint) and type(value) is dict:
-        return _read_fields(hint, value)
     if origin in (Union, types.UnionType):
-        return None if value is None else _read(arguments[0], value)
+        return None if value is None else _read(parts[0], value)
     if origin is Annotated:
-        return _read(arguments[0], value[: arguments[1]] if isinstance(value, str | list) else value)
+        return _read(parts[0], value[: parts[1]] if isinstance(value, str | list) else value)
+    if origin == "fields" and type(value) is dict:
+        return hint(**dict(_read_field(name, part, value) for name, part in parts))
     if origin is tuple and type(value) is list:
-        hints = itertools.repeat(arguments[0], len(value)) if arguments[-1] is ... else arguments
-        if arguments[-1] is ... or len(value) == len(arguments):
-            return tuple(map(_read, hints, value))
+        if parts[-1].hint is ...:
+            return tuple(_read(parts[0], part) for part in value)
+        if len(value) == len(parts):
+            return tuple(map(_read, parts, value))
     elif origin is dict and type(value) is dict and all(map(str.isdecimal, value)):
-        return {int(key): _read(arguments[1], part) for key, part in value.items()}
-    elif origin is Literal and value in arguments:
-        return value
-    elif isinstance(hint, type) and issubclass(hint, StrEnum) and value in tuple(hint):
-        return hint(value)
+        return {int(key): _read(parts[1], part) for key, part in value.items()}
+    elif origin in (Literal, StrEnum) and value in parts:
+        return hint(value) if origin is StrEnum else value
     elif hint is float and type(value) in (int, float) and abs(value) < _LARGEST:
         return float(value)
     raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
 
 
-def _read_fields(kind: Any, value: dict[str, Any]) -> Any:
-    values = {}
-    for name, hint in _hints_of(kind).items():
-        if name not in value:
-            raise ProtocolError(f" has no {name}")
-        try:
-            values[name] = _read(hint, value[name])
-        except ProtocolError as error:
-            raise ProtocolError(f".{name}{error}") from None
-    return kind(**values)
-
-
-@functools.cache
-def _parts_of(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    return get_origin(hint), get_args(hint)
-
-
-@functools.cache
-def _hints_of(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(kind)}
+def _read_field(name: str, kind: _Type, values: dict[str, Any]) -> tuple[str, Any]:
+    if name not in values:
+        raise ProtocolError(f" has no {name}")
+    try:
+        return name, _read(kind, values[name])
+    except ProtocolError as error:
+        raise ProtocolError(f".{name}{error}") from None
