@@ -107,8 +107,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             also needs MASTER_ADDR and MASTER_PORT, for the control channel.
         store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
             to use `init_method`. Needs start_method='popen'.
-        debug: 'detail' compares every collective across ranks before it starts (purpose, shapes, dtypes,
-            order), for a round trip each; None compares only collectives in which ranks have waited for 5 s.
+        debug: 'detail' compares every collective across ranks before it starts: purpose, shapes, dtypes and
+            order. That costs a round trip each. None compares only collectives in which ranks have waited
+            for 5 s.
         on_failure: What happens when a rank is lost: 'stop', 'shrink' or 'replace'. 'stop' ends the run on
             all ranks, 'shrink' continues the same `fit` with the remaining ranks, 'replace' also starts a new
             process for each lost rank. A mapping with `name` and options: `min_world_size`,
@@ -118,7 +119,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             needs `on_failure` 'shrink' or 'replace'. A mapping with `name` and `signal`: the signal to react
             to instead of SIGTERM, such as 'SIGUSR1'.
         emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
-            fit, as `emergency-step=N.ckpt`; a path is the folder to save to. True uses a folder `emergency`
+            fit; a path is the folder. The file is `emergency-step=N.ckpt`. True uses a folder `emergency`
             beside that of the Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA
             this needs `on_failure` 'shrink' or 'replace'.
 

@@ -225,6 +225,18 @@ def test_lists_of_tensors_are_changed_at_once() -> None:
     assert flat.tolist() == [4.0, 7.0, 7.0]
 
 
+@canary("torch.distributed.distributed_c10d._get_default_store")
+def test_the_store_of_the_default_group_is_known() -> None:
+    """That which its ranks met in, for other keys of theirs."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.distributed_c10d._get_default_store().set("ours", "1")
+        assert dist.distributed_c10d._get_default_store().get("ours") == b"1"
+    finally:
+        dist.destroy_process_group()
+
+
 @canary("torch.autograd._profiler_enabled")
 def test_it_is_known_whether_a_profiler_records() -> None:
     """True while a profiler records this thread."""

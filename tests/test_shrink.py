@@ -26,6 +26,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.elastic.regroup import meet_again
 from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.step_stop import PREEMPTED
 
 SCRIPT = Path(__file__).parent / "harness" / "shrink_script.py"
 SAMPLES, EPOCHS = 96, 2
@@ -166,11 +167,11 @@ class Ledger:
 
 
 def train(
-    folder: Path, refusal: str | None = None, env: dict[str, str] | None = None, **order: Any
+    folder: Path, refusal: str | None = None, env: dict[str, str] | None = None, code: int = 0, **order: Any
 ) -> Ledger:
     with start_script(SCRIPT, [json.dumps({"folder": str(folder), **order})], env) as script:
         result = script.wait()
-        assert result.returncode == (refusal is not None), script.output()
+        assert result.returncode == (code if refusal is None else 1), script.output()
         assert refusal is None or refusal in script.output()
     return Ledger(folder)
 
@@ -191,7 +192,7 @@ def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_beg
 @pytest.mark.parametrize("moment", ["loader", pytest.param("last bucket", marks=pytest.mark.slow)])
 def test_a_signal_to_stop_holds_for_those_that_are_left(moment, tmp_path) -> None:
     order = {"devices": 3, "faults": [fault(2, moment, 3, how="preempted")]}
-    ledger = train(tmp_path, **order)
+    ledger = train(tmp_path, code=PREEMPTED, **order)
     assert [entry["place"] for entry in ledger.of("excepts")] == [0, 1]
     (steps,) = {max(entry["step"] for entry in ledger.commits if entry["place"] == place) for place in (0, 1)}
     assert steps <= 5
