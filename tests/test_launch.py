@@ -734,8 +734,13 @@ def test_what_does_not_pickle_is_an_error_that_names_another_way_to_start(start_
     assert 'strategy="custom_ddp"' in error
 
 
-def test_several_nodes_need_a_port_that_all_know() -> None:
-    with pytest.raises(ConfigurationError, match="num_nodes=2, but MASTER_PORT is not set"):
+@pytest.mark.parametrize(
+    ("known", "missing"), [("MASTER_ADDR", "MASTER_PORT"), ("MASTER_PORT", "MASTER_ADDR")]
+)
+def test_several_nodes_need_an_address_that_all_know(monkeypatch, known, missing) -> None:
+    monkeypatch.setenv(known, "29500" if known == "MASTER_PORT" else "10.0.0.1")
+    monkeypatch.delenv(missing, raising=False)
+    with pytest.raises(ConfigurationError, match=f"num_nodes=2, but {missing} is not set"):
         rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=2, node_rank=0)
 
 

@@ -136,14 +136,17 @@ class Rendezvous:
         process, with the arguments of `HostedStore`.
 
         Raises:
-            ConfigurationError: several nodes, and no port that all of them know.
+            ConfigurationError: several nodes, and no address or port that all of them know.
             RendezvousError: the named port is taken.
         """
         named = tcp_address(init_method)
         address, port = named or (environment.main_address, _port_of(environment))
-        if num_nodes > 1 and port is None:
+        missing = "MASTER_PORT" if port is None else None
+        if named is None and isinstance(environment, LightningEnvironment):
+            missing = missing or (None if os.environ.get("MASTER_ADDR") else "MASTER_ADDR")
+        if num_nodes > 1 and missing is not None:  # without an address, each node would wait for itself
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but MASTER_PORT is not set. Set MASTER_ADDR and MASTER_PORT to the"
+                f"num_nodes={num_nodes}, but {missing} is not set. Set MASTER_ADDR and MASTER_PORT to the"
                 " same values on every node, and NODE_RANK to 0, 1, ..."
             )
         self._num_runs += 1
