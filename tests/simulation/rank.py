@@ -204,7 +204,7 @@ class Process:
             self.post_news()
 
     def sigterm(self) -> None:
-        """As `FailureHandler._requested_by` answers it; `WaitSignals` ends one that waits for others."""
+        """As `FailureHandler._requested_by` answers it; one that waits for others is ended by the kernel."""
         if not self.state.has_met:
             self.post(protocol.Failed(FailureRecord.of_identity(self.identity, "SIGTERM before all had met")))
             self.end(143)
