@@ -52,6 +52,8 @@ _GATHERING: Final = ("topk", "sign")
 """Hooks whose ranks get the data of each rank."""
 _NO_EXCHANGE: Final = "computation"  # measured in turns with the hooks
 _NUM_RANKS: Final = 2  # that measure
+_NUM_PROBES: Final = 6
+_BURST_BYTES: Final = 1_048_576
 _PROBE_BYTES: Final = (4_096, 65_536, 262_144, 1_048_576, 4_194_304)
 _GLOO_IN_FLIGHT: Final = 2  # threads of a gloo group of torch
 
@@ -201,15 +203,14 @@ def _calibrate(context: RankContext, settings: tuple[RecordSettings, HookSetting
     """Record the model without communication, then time collectives and hooks."""
     recording, hooks = settings
     record_steps(context, recording)
-    counts = {size: max(4, min(32, _PROBE_BYTES[-1] // size)) for size in _PROBE_BYTES}
-    probes = [_probe(size, context.device) for size, count in counts.items() for _ in range(count)]
+    probes = [_probe(size, context.device) for _ in range(_NUM_PROBES) for size in _PROBE_BYTES]
     return {"probes": probes, "rows": time_hooks(context, hooks)}
 
 
 def _probe(size: int, device: torch.device) -> tuple[float, float, float]:
     """Return bytes, seconds and CPU seconds of an all-reduce."""
     tensor = torch.zeros(size // 4, device=device)
-    dist.all_reduce(tensor)  # uses up the burst credit of an idle link
+    dist.all_reduce(torch.zeros(_BURST_BYTES // 4, device=device))  # uses up the credit of an idle link
     cpu_s = time.process_time()
     seconds = timed(partial(dist.all_reduce, tensor), device)
     return float(size), seconds, time.process_time() - cpu_s
