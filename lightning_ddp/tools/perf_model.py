@@ -78,6 +78,12 @@ class StepProfile:
             rest_s=max(0.0, rest),
         )
 
+    def scaled(self, factor: float) -> StepProfile:
+        """Return this step on ranks that compute `factor` times as long."""
+        start, end, rest = (factor * s for s in (self.backward_start_s, self.backward_end_s, self.rest_s))
+        ready = tuple((num_bytes, factor * s) for num_bytes, s in self.ready)
+        return replace(self, backward_start_s=start, ready=ready, backward_end_s=end, rest_s=rest)
+
     def rebucketed(self, caps_bytes: Sequence[int]) -> StepProfile:
         """Return this step with buckets as large as their caps, of which the last holds for all that follow.
 

@@ -153,7 +153,7 @@ class Calibration:
     link: Link
     hooks: dict[str, HookCost | None]
     checks_ms: dict[str, tuple[float, float]]
-    """Predicted and measured milliseconds of a step, by hook; the prediction is of its communication."""
+    """Predicted and measured milliseconds of a step, by hook."""
 
 
 def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
@@ -168,11 +168,11 @@ def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
         profile = StepProfile.from_recordings(load_folder(Path(folder)))
     link = fit_link([row for rank in found for row in rank["probes"]], is_cpu=args.device == "cpu")
     rows = merge_ranks([rank["rows"] for rank in found])
+    profile = profile.scaled(median(rows[_NO_EXCHANGE], "seconds") / profile.compute_s)  # the load may differ
     hooks, checks_ms = {}, {}
     for text, spec in specs.items():
         hooks[text] = _hook_cost(spec, rows[text], profile.num_bytes)
-        exposed_s = predict(profile, link, _NUM_RANKS, hooks[text]).step_s - profile.compute_s
-        predicted_s = median(rows[_NO_EXCHANGE], "seconds") + exposed_s
+        predicted_s = predict(profile, link, _NUM_RANKS, hooks[text]).step_s
         checks_ms[text] = 1e3 * predicted_s, 1e3 * median(rows[text], "seconds")
     return Calibration(profile=profile, link=link, hooks=hooks, checks_ms=checks_ms)
 
