@@ -1,9 +1,8 @@
-"""All names of Lightning's modules and all of its private names, in this file only, which makes it long.
+"""All names of Lightning's modules, and all of its private names.
 
 Lightning comes as `pytorch_lightning` and as `lightning.pytorch`, with separate classes and registries.
-Neither is imported here: the classes below are placeholders for Lightning's classes until it is known which
-package is used. `bind` makes a class with Lightning's own bases from a class that derives from placeholders.
-The private names are those of Lightning 2.5 to 2.6; `tests/test_private_names.py` checks them.
+Neither is imported here: `bind` makes a class that derives from the placeholders below into one with the
+bases of the Lightning in use. `tests/test_private_names.py` checks the private names, of 2.5 to 2.6.
 """
 
 from __future__ import annotations
@@ -721,12 +720,6 @@ def running_hook(module: LightningModule) -> str | None:
 def set_launcher(strategy: Any, launcher: Any) -> None:
     """Set the value of `Strategy.launcher`: `_launcher`."""
     _set(strategy, "_launcher", launcher)
-
-
-def set_world_ranks(strategy: Any) -> None:
-    """Set ranks and world size in the cluster environment: Fabric calls its method `_set_world_ranks`."""
-    method = getattr(strategy, "set_world_ranks", None) or _get(strategy, "_set_world_ranks")
-    method()
 
 
 def pass_for_fabrics(launcher: Any) -> None:

@@ -470,7 +470,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """With manual optimization, make the next backward pass a synchronized one."""
+        """Make the next backward pass of manual optimization a synchronized one."""
         wrapper = as_wrapper(self.model)
         if wrapper is not None and not self._is_automatic():
             wrapper.prepare_for_backward(closure_loss)
@@ -526,7 +526,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return nullcontext() if wrapper is None else wrapper.no_sync()
 
     def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """With manual optimization, keep gradients of `manual_backward` in this context on their rank.
+        """Keep gradients of `manual_backward` in this context on their rank, with manual optimization.
 
         They are averaged together with those of the next backward outside, which has to be the last before
         the optimizer step. All ranks must use it alike.
@@ -548,7 +548,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ evaluation and end of training
 
     def on_validation_start(self) -> None:
-        """In local training, average the parameters and buffers over all ranks before validation.
+        """Average the parameters and buffers over all ranks before validation, in local training.
 
         Collective: all ranks must call it.
         """

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_ddp.rank_files as rank_files
-from lightning_ddp._lightning import adopt, bind_like, choose_backend, set_launcher, set_world_ranks
+from lightning_ddp._lightning import adopt, bind_like, choose_backend, set_launcher
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
@@ -162,7 +162,9 @@ class StrategyCore:
                     f"the engine asks for {num_devices} devices of each node, but {available} are here"
                 )
             own.parallel_devices = devices[:1] * num_devices if is_cpu else devices[:num_devices]
-        set_world_ranks(self)
+        environment: Any = self.cluster_environment
+        environment.set_world_size(self.num_nodes * num_devices)
+        environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
 
     def _configure_launcher(self) -> None:
         self._settle_nodes()

@@ -28,15 +28,15 @@ class Cursor(Enum):
     BOUNDARY = auto()
     """Between two steps; nothing of the next one has begun."""
     COMPUTING = auto()
-    """In a step; or between two steps of a round of local training, which are committed together."""
+    """A step; also between two steps of a round of local training, which are committed together."""
     UPDATING = auto()
-    """In the update of the parameters, or in their average over the ranks."""
+    """The update of the parameters, or their average over the ranks."""
     COMMITTED = auto()
-    """After a committed step; the hooks of its batch follow."""
+    """A step is committed; the hooks of its batch follow."""
     PHASE = auto()
-    """In a part of the loops without steps, such as validation, with all steps committed."""
+    """A part of the loops without steps, such as validation, with all steps committed."""
     COPYING = auto()
-    """While the state is copied from another rank."""
+    """The state is copied from another rank."""
 
 
 class StepLedger:

@@ -60,7 +60,7 @@ class _Child:
 
     slot: _Slot
     number: int
-    """As of its slot; 0 for a process that began with the job."""
+    """Number of its start in its slot; 0 for a process that began with the job."""
     process: ChildProcess
     log: Path | None
 
@@ -99,7 +99,7 @@ class Children(LocalProcesses):
         starter: Callable[[ChildCommand, Mapping[str, str], Path | None], ChildProcess] | None = None,
     ) -> None:
         self.remote: SupervisorLink | None = None
-        """In rank 0 under `run`: what starts and ends the others of its node instead."""
+        """Starts and ends the others of its node instead, in rank 0 under `run`."""
         self.launch: Launch | None = None
         """Ranks of this node, if this process starts them."""
         self.are_ending = False

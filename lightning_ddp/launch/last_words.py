@@ -57,7 +57,7 @@ class EndLimit:
         return left_s
 
     def expect_progress(self, is_running: bool | None = None) -> None:
-        """With `stall_timeout`, restart the timer that ends a process which holds its interpreter.
+        """Restart the timer that ends a process which holds its interpreter, with `stall_timeout`.
 
         Args:
             is_running: whether a run begins or ends; None if this process has just executed Python.

@@ -178,7 +178,7 @@ class JobHost(LocalProcesses):
 
     @property
     def _job(self) -> Launch | None:
-        """What rank 0 has requested, while it needs this host."""
+        """Request of rank 0, while it needs this host."""
         return self._children.launch
 
     # ------------------------------------------------------------------ requests of rank 0

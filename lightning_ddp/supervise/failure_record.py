@@ -114,7 +114,7 @@ class FailureRecord:
     host: str | None = None
     pid: int | None = None
     start: int | None = None
-    """As of `Identity`."""
+    """Number of the start, of `Identity`."""
     step: int | None = None
     phase: str | None = None
     exception_type: str | None = None

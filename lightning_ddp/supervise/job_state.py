@@ -69,7 +69,7 @@ class JobState:
         self.roster = Roster(world_size)
         self.history = History()
         self.reason: str | None = None
-        """Why the job cannot continue."""
+        """Reason for which the job cannot continue."""
         self.cause: FailureRecord | None = None
         """First failure since all were running."""
         self.all_ended = 0
@@ -93,9 +93,9 @@ class JobState:
         self.stopping: Wish | None = None
         """Set once all are to stop at a boundary, for a signal."""
         self._stops_by: float | None = None
-        """When the job fails unless all have stopped."""
+        """Time at which the job fails unless all have stopped."""
         self._leaves_at: float | None = None
-        """When those that were asked to leave do; None if nobody was."""
+        """Time at which those that were asked to leave do; None if nobody was."""
         self._settles_at = 0.0
         self._lost: dict[Process, FailureRecord] = {}
         """Members that were lost since a generation was formed."""
@@ -104,7 +104,7 @@ class JobState:
         self._whole = 0
         """The last generation all of whose members had its state."""
         self._voids: list[float] = []
-        """When generations did not become whole, though nobody was lost, since one was."""
+        """Times at which generations did not become whole, though nobody was lost, since one was."""
         self._ending: dict[Process, float] = {}
         """Processes that have reported that they fail, or are to end -> until when that may take."""
         self._touched: dict[Process, None] = {}
@@ -113,7 +113,7 @@ class JobState:
 
     @property
     def phase(self) -> JobPhase:
-        """What the job waits for."""
+        """Event for which the job waits."""
         return self._current.name
 
     @property

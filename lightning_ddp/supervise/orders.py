@@ -52,7 +52,7 @@ class WishKind(StrEnum):
 
 @dataclass(frozen=True)
 class Wish:
-    """What a signal has asked of a process; it stays in all reports from then on."""
+    """Request of a signal to a process; it stays in all reports from then on."""
 
     kind: WishKind
     signal: int
@@ -122,13 +122,13 @@ class JobPhase(Enum):
 
 @dataclass(frozen=True)
 class NewGeneration:
-    """Who continues, and from which state. Processes are named by their places."""
+    """Members of a generation, by their places, and the state from which they continue."""
 
     number: int
     members: tuple[int, ...]
-    """By their new ranks."""
+    """Members, by their new ranks."""
     before: tuple[int, ...]
-    """By their ranks in the generation before."""
+    """Members, by their ranks in the generation before."""
     step: int
     source: int
     behind: tuple[int, ...]

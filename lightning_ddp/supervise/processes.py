@@ -33,10 +33,10 @@ class Process:
     number: int
     """Number of the connection."""
     identity: Identity
-    """As of its hello, with its place as rank."""
+    """Identity of its hello, with its place as rank."""
     state: ProcessState
     rank: int
-    """In the last generation that it was a member of."""
+    """Rank in the last generation that it was a member of."""
     is_launcher: bool
     heard_at: float
     """Time of the last report, or of the connection."""

@@ -32,7 +32,7 @@ _UNINTERRUPTED = _STOPPED | {RankPhase.FINISHED, RankPhase.FAILED, RankPhase.END
 
 
 class Passage(Enum):
-    """What a rank does at a boundary."""
+    """Action of a rank at a boundary."""
 
     GO = auto()
     """It passes."""
@@ -69,7 +69,7 @@ class RankState:
         """True if ranks may join or leave at the boundary that comes next."""
         self.wish: Wish | None = None
         self.stops_for: Wish | None = None
-        """What all have stopped for at a boundary, where they have."""
+        """Wish for which all have stopped at a boundary, where they have."""
         self.begun = self.ended = 0
         """Numbers of runs that it has begun, and ended."""
         self._is_new = is_new
@@ -133,7 +133,7 @@ class RankState:
 
     @property
     def task(self) -> Task:
-        """What this process is to do."""
+        """Task of this process."""
         return self.order.task
 
     @property

@@ -30,7 +30,7 @@ class Recoveries:
         self._num = 0
         self._recovered_at: int | None = None
         self._failed_at: dict[str, int] = {}
-        """How processes have failed by their own doing -> at which step last."""
+        """Kind of failure of a process by its own doing -> the last step of one."""
 
     def count(
         self, members: Iterable[Progress], lost: Iterable[FailureRecord], *, is_new: bool

@@ -42,7 +42,7 @@ class RecoverySettings:
     """Batch size that stays the same when ranks are lost: that of each rank ('rank') or of all ranks
     ('global')."""
     exceptions: bool = False
-    """If True, also recover from exceptions in user code, as from the loss of the rank that raised; if
+    """True to recover also from exceptions in user code, as from the loss of the rank that raised; if
     False, an exception ends the run."""
 
     def __post_init__(self) -> None:
