@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
+from lightning_ddp._torch import never_destroy
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.barrier import store_of_attempt
 from lightning_ddp.errors import ConfigurationError, RendezvousError, one_of
@@ -446,6 +447,7 @@ def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | No
 
 def _leave(path: Path, store: Any, world_size: int) -> None:
     """Remove the file if this is the last rank that exits, so that a run leaves none behind."""
+    never_destroy([store])  # torch's destructor makes the file again if another rank has just removed it
     with suppress(OSError, RuntimeError):
         if path.exists() and store.add("lightning_ddp/left", 1) == world_size:
             path.unlink(missing_ok=True)
