@@ -1,4 +1,4 @@
-"""What `JobState` has others do."""
+"""Actions that `JobState` requests."""
 
 from __future__ import annotations
 

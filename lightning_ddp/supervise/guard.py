@@ -118,7 +118,7 @@ def _kill(end: int, pid: int, rank: int) -> str:
 
 
 _stack_file: int | None = None
-"""In memory; others find it among the open files of this process."""
+"""File in memory, which others find among the open files of this process."""
 
 
 def permit_stack() -> None:

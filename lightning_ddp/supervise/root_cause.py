@@ -1,4 +1,4 @@
-"""Which failure of a job was first (pure)."""
+"""Verdict on the first failure of a job (pure)."""
 
 from __future__ import annotations
 
