@@ -8,7 +8,6 @@ Hydra; it imports neither. In a child of its launcher it ties the process's life
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_ddp import conf
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.hydra_jobs import install as extend_hydra
 from lightning_ddp.launch.child_process import adopt_from_environment, end_fast
@@ -65,6 +64,8 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of it
             return importlib.import_module(f"lightning_ddp.{name}")
         if name == "Trainer":
             return importlib.import_module("lightning_ddp.trainer").trainer_class()
+        if name == "RayCustomDDPStrategy":
+            return importlib.import_module("lightning_ddp.ray_train").ray_strategy_class()
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"lightning_ddp.{_LATER[name]}"), name)
@@ -72,10 +73,10 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of it
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_CATALOGUES, *_LATER, "Trainer"})
+        return sorted({*globals(), *_CATALOGUES, *_LATER, "RayCustomDDPStrategy", "Trainer"})
 
 
 adopt_from_environment()
 end_fast()
 register_builtin_variants()
-extend_hydra(conf)
+extend_hydra()

@@ -1,19 +1,14 @@
-"""All names of Lightning's modules and all of its private names, in this file only, which makes it long.
+"""All names of Lightning's modules, and all of its private names.
 
 Lightning comes as `pytorch_lightning` and as `lightning.pytorch`, with separate classes and registries.
-Neither is imported here: the classes below are placeholders for Lightning's classes until it is known which
-package is used. `bind` makes a class with Lightning's own bases from a class that derives from placeholders.
-
-The private names are those of Lightning 2.5 to 2.6; `tests/test_private_names.py` checks them. A missing name
-is an `UnsupportedVersionError`: for a module at the first use of its namespace, for an object at the access.
-Methods that Lightning itself calls (`_configure_launcher` ...) are overridden in their classes.
+Neither is imported here: `bind` makes a class that derives from the placeholders below into one with the
+bases of the Lightning in use. `tests/test_private_names.py` checks the private names, of 2.5 to 2.6.
 """
 
 from __future__ import annotations
 
 import csv
 import functools
-import importlib
 import importlib.util
 import inspect
 import re
@@ -83,9 +78,13 @@ _OTHERS = {
     "CSVLogger": ("loggers", "CSVLogger"),
     "CSVWriter": ("loggers.csv_logs", "ExperimentWriter"),
     "CUDAAccelerator": ("accelerators", "CUDAAccelerator"),
+    "GlobalStateSnapshot": ("strategies.launchers.multiprocessing", "_GlobalStateSnapshot"),
     "SIGTERMException": ("utilities.exceptions", "SIGTERMException"),
     "TunerExitException": ("utilities.exceptions", "_TunerExitException"),
+    "call_callback_hooks": ("trainer.call", "_call_callback_hooks"),
+    "call_module_hook": ("trainer.call", "_call_lightning_module_hook"),
     "call_teardown_hook": ("trainer.call", "_call_teardown_hook"),
+    "check_bad_cuda_fork": ("fabric:strategies.launchers.multiprocessing", "_check_bad_cuda_fork"),
     "check_missing_main_guard": ("fabric:strategies.launchers.multiprocessing", "_check_missing_main_guard"),
     "interrupt_trainer": ("trainer.call", "_interrupt"),
     "optimizers_to_device": ("fabric:utilities.optimizer", "_optimizers_to_device"),
@@ -95,13 +94,6 @@ _OTHERS = {
 
 
 # ---------------------------------------------------------------------- the two namespaces
-
-
-def process_arguments(launch: types.FrameType) -> list[Any]:
-    """Return the arguments of each process, without its number, from a frame of `launch`."""
-    if "process_args" not in launch.f_locals:
-        raise UnsupportedVersionError("this Lightning starts processes with other arguments")
-    return list(launch.f_locals["process_args"])
 
 
 def read_rank_again(rank: int, local_rank: int) -> None:
@@ -125,8 +117,8 @@ def _root_in_use() -> str:
 
 
 def _root_of(owner: object) -> str | None:
-    """Return the namespace of an object's class or of its first base with one; None without any."""
-    for kind in type(owner).__mro__:
+    """Return the namespace of a class, or an object's class, or its first base with one; None without any."""
+    for kind in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         for name, root in {**dict(zip(ROOTS, ROOTS, strict=True)), **FABRICS}.items():
             if f"{kind.__module__}.".startswith(f"{name}."):
                 return root
@@ -201,8 +193,7 @@ class _Unbound(ABC):
     """Namespace of a class that `bind` has made, and of its subclasses; None for other classes."""
     _written: Any
     """Original class of a class that `bind` has made."""
-    _stands_for: str
-    """Name in `_BASES` of a placeholder."""
+    _stands_for: str  # a name in `_BASES`, of a placeholder
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
@@ -252,12 +243,8 @@ def bind_like(owner: object, cls: C) -> C:
 
 
 def adopt(strategy: Any, by: object) -> None:
-    """Bind a strategy to the namespace of `by`, an object of the Trainer that uses it.
-
-    It may have been made for the other namespace if both have been imported.
-    """
-    root = _root_of(by)
-    if root is not None:
+    """Bind a strategy, perhaps made for the other namespace, to that of an object of its Trainer."""
+    if (root := _root_of(by)) is not None:
         strategy.__class__ = bind(type(strategy), root)
 
 
@@ -268,12 +255,9 @@ def accept_strategies(module: Any) -> None:
 
 
 def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
-    """Replace the Trainer's message when it refuses a strategy of this package.
+    """Replace the message of a namespace's `accelerator_connector` where it refuses a strategy of ours.
 
-    Args:
-        module: `trainer.connectors.accelerator_connector` of a namespace.
-        explain: called with the error, the strategy and `plugins=`; returns the message, or None to keep
-            Lightning's.
+    `explain` gets the error, the strategy and `plugins=`; it returns the message, or None to keep theirs.
     """
     kind = getattr(module, "_AcceleratorConnector", None)  # optional, as it only improves messages
     for name in ("_check_config_and_set_final_flags", "_lazy_init_strategy"):
@@ -299,8 +283,7 @@ def _explained(method: Callable[..., Any], explain: Callable[..., str | None]) -
 class _Kind(ABC):
     """Base of placeholders for `isinstance`, true for Lightning's classes of both namespaces."""
 
-    _stands_for: str
-    """Name in `_KINDS` of a placeholder."""
+    _stands_for: str  # a name in `_KINDS`
 
     @classmethod
     def __subclasshook__(cls, subclass: type) -> Any:
@@ -323,36 +306,34 @@ def _function(name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: lightnings(name, _root_of(next(iter(args), None)))(*args, **kwargs)
 
 
+check_bad_cuda_fork = _function("check_bad_cuda_fork")
+"""Refuse to fork a process that has used CUDA."""
 check_missing_main_guard = _function("check_missing_main_guard")
-"""Refuse to start processes in a process that still imports the script."""
 interrupt_trainer = _function("interrupt_trainer")
-"""Report an exception to callbacks and loggers."""
 optimizers_to_device = _function("optimizers_to_device")
-"""Move the state of optimizers to a device."""
 reset_seed = _function("reset_seed")
-"""Seed a new process as `seed_everything` did in its parent."""
 set_num_threads_if_needed = _function("set_num_threads_if_needed")
-"""Divide the processors of this host among its processes."""
 unshare = _function("unshare")
-"""Copy models that were sent to a new process from shared to own memory."""
+
+
+def capture_globals() -> Any:
+    """Return torch's flags and the states of all random generators, which a spawned process takes over."""
+    return lightnings("GlobalStateSnapshot").capture()
 
 
 def num_cuda_devices() -> int:
     """Return the number of GPUs that Lightning finds."""
-    number: int = lightnings("CUDAAccelerator").auto_device_count()
-    return number
+    return int(lightnings("CUDAAccelerator").auto_device_count())
 
 
-def sigterm_exception(trainer: Trainer) -> type[BaseException]:
+def sigterm_exception(trainer: Trainer) -> Any:
     """Return the exception class that ends the loops of a Trainer on a signal."""
-    kind: type[BaseException] = lightnings("SIGTERMException", _root_of(trainer))
-    return kind
+    return lightnings("SIGTERMException", _root_of(trainer))
 
 
-def silent_end(trainer: Trainer) -> BaseException:
+def silent_end(trainer: Trainer) -> Any:
     """Return an exception that ends a fit on one rank with teardown hooks, but no `on_exception`."""
-    error: BaseException = lightnings("TunerExitException", _root_of(trainer))()
-    return error
+    return lightnings("TunerExitException", _root_of(trainer))()
 
 
 def stop_exceptions() -> tuple[type[BaseException], ...]:
@@ -376,13 +357,12 @@ def teardown_trainer(trainer: Trainer) -> None:
 
 def end_after_teardown(trainer: Trainer) -> None:
     """Make the process exit with code 0 after the Trainer's teardown: after `_teardown`."""
-    teardown = _get(trainer, "_teardown")
 
-    def tear_down_and_end() -> None:
+    def tear_down_and_end(teardown: Callable[[], None]) -> None:
         teardown()
         raise SystemExit(0)
 
-    _set(trainer, "_teardown", tear_down_and_end)
+    _wrap(trainer, "_teardown", tear_down_and_end)
 
 
 def end_silently(trainer: Trainer) -> None:
@@ -396,86 +376,48 @@ def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
     _set(trainer.fit_loop.epoch_loop, "_results", results)
 
 
-def wrap_steps(
-    trainer: Trainer,
-    *,
-    advance: Any,
-    on_advance_end: Any,
-    on_epoch_start: Any,
-    on_run_start: Any,
-    on_run_end: Any,
-    sanity_check: Any,
-    others: Any,
-) -> None:
-    """Replace methods of the training loops by functions that get the method and its arguments.
-
-    The first two are for `_TrainingEpochLoop`, the next three and `others` for `_FitLoop`.
-    """
+def wrap_steps(trainer: Trainer, steps: Any) -> None:
+    """Replace methods of the training loops by methods of `steps`, which get the method and its arguments."""
     outer: Any = trainer.fit_loop
     for loop in (outer, outer.epoch_loop.val_loop):
-        loop.setup_data = _set_up_whole(loop)
-    _wrap(outer.epoch_loop, "advance", advance)
-    _wrap(outer.epoch_loop, "on_advance_end", on_advance_end)
-    _wrap(outer, "on_advance_start", on_epoch_start)
-    _wrap(outer, "setup_data", others)
-    _wrap(outer, "on_run_start", on_run_start)
-    _wrap(outer, "on_run_end", on_run_end)
-    _wrap(outer, "on_advance_end", others)
-    _wrap(trainer, "_run_sanity_check", sanity_check)
-
-
-def wrap_validation_setup(trainer: Trainer, setup: Any) -> None:
-    """Replace `setup_data` of the validation loop in a fit by a function that gets the method."""
-    _wrap(trainer.fit_loop.epoch_loop.val_loop, "setup_data", setup)
+        _wrap(loop, "setup_data", functools.partial(_set_up_whole, loop))
+    _wrap(outer.epoch_loop, "advance", steps.advance)
+    _wrap(outer.epoch_loop, "on_advance_end", steps.end_advance)
+    _wrap(outer, "on_advance_start", steps.start_epoch)
+    _wrap(outer, "setup_data", steps.repeat)
+    _wrap(outer, "on_run_end", steps.end_run)
+    _wrap(outer, "on_advance_end", steps.repeat)
+    _wrap(trainer, "_run_sanity_check", steps.check_sanity)
 
 
 def _wrap(owner: Any, name: str, function: Any) -> None:
-    _set(owner, name, functools.partial(function, _get(owner, name)))
+    """Replace a method of an object by a function that gets the method first."""
+    method = _get(owner, name)
+    setattr(owner, name, functools.update_wrapper(functools.partial(function, method), method))
 
 
 FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
 """Names of the barriers of a fit between the hooks `on_fit_start` and the first data."""
 
 
-def _set_up_whole(loop: Any) -> Any:
-    """Wrap a loop's `setup_data` to leave no dataloaders if it is interrupted."""
-    setup = _get(loop, "setup_data")
-
-    @functools.wraps(setup)
-    def set_up() -> None:
-        try:
-            setup()
-        except BaseException:
-            _set(loop, "_combined_loader", None)
-            raise
-
-    return set_up
-
-
-def set_up_validation(trainer: Trainer, *, is_due: bool | None = None) -> None:
-    """Make the validation dataloaders if there are none, as `_FitLoop.on_run_start` does.
-
-    Only if validation is due; `is_due=None` for the result of `_should_check_val_epoch`.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    if is_due is None:
-        is_due = _get(loop, "_should_check_val_epoch")()
-    if is_due and trainer.val_dataloaders is None:
-        trainer.validating = True
-        loop.val_loop.setup_data()
-        trainer.training = True
+def _set_up_whole(loop: Any, set_up: Callable[[], None]) -> None:
+    """Call a loop's `setup_data`; leave no dataloaders if it is interrupted."""
+    try:
+        set_up()
+    except BaseException:
+        _set(loop, "_combined_loader", None)
+        raise
 
 
 def validates_now(trainer: Trainer) -> bool:
     """Return True if a validation follows the present batch: `_should_check_val_fx` of the loop."""
-    outer: Any = trainer.fit_loop
-    return bool(_get(outer.epoch_loop, "_should_check_val_fx")(_get(outer, "_data_fetcher")))
+    fetcher = _get(trainer.fit_loop, "_data_fetcher")
+    return bool(_get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher))
 
 
-def training_results(trainer: Trainer) -> dict[str, Any]:
-    """Return the values logged in this training epoch: `_results` of its loop."""
-    results: dict[str, Any] = _get(trainer.fit_loop.epoch_loop, "_results")
-    return results
+def training_results(trainer: Trainer) -> Any:
+    """Return the dict of values logged in this training epoch."""
+    return _get(trainer.fit_loop.epoch_loop, "_results")
 
 
 def loop_counters(trainer: Trainer) -> list[Any]:
@@ -540,21 +482,9 @@ def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     fetcher.done = fetcher.fetched >= fetcher.length
 
 
-def prepare_loaders(trainer: Trainer, *, validates: bool) -> None:
-    """Set up the training loaders before a fit, and with `validates` those of its validation."""
-    trainer.fit_loop.setup_data()
-    set_up_validation(trainer, is_due=validates)
-
-
-def has_validation_loaders(trainer: Trainer) -> bool:
-    """Return True if the validation loaders of a fit are set up."""
-    return _get(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader") is not None
-
-
-def callback_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Return the dict behind `Trainer.callback_metrics`: `_callback_metrics` of its connector."""
-    metrics: dict[str, Any] = _get(_get(trainer, "_logger_connector"), "_callback_metrics")
-    return metrics
+def callback_metrics(trainer: Trainer) -> Any:
+    """Return the dict behind `Trainer.callback_metrics`."""
+    return _get(_get(trainer, "_logger_connector"), "_callback_metrics")
 
 
 def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -569,13 +499,9 @@ def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_loops(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Set the counters of the training loops to a state inside an epoch, to continue from there.
-
-    Without Lightning's handling of a resume (`_restarting` and so on of each loop).
-    """
-    outer: Any = trainer.fit_loop
-    outer.load_state_dict(state)
-    _go_on_in_epoch(outer)
+    """Continue the training loops from a state inside an epoch, without what Lightning does in a resume."""
+    trainer.fit_loop.load_state_dict(state)
+    _go_on_in_epoch(trainer.fit_loop)
 
 
 def _go_on_in_epoch(loop: Any) -> None:
@@ -597,16 +523,15 @@ def enter_epoch(trainer: Trainer) -> None:
 def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
     """Do the rest of `_TrainingEpochLoop.advance` after the optimizer step."""
     loop: Any = trainer.fit_loop.epoch_loop
-    progress, connector = loop.batch_progress, _get(trainer, "_logger_connector")
+    connector = _get(trainer, "_logger_connector")
     finish_step(trainer)
     kind = loop.automatic_optimization.output_result_cls
     outputs = kind.from_training_step_output(output, trainer.accumulate_grad_batches).asdict()
-    calls = importlib.import_module(f"{_root_of(trainer) or _root_in_use()}.trainer.call")
-    arguments = (outputs, batch, loop.batch_idx)
-    calls._call_callback_hooks(trainer, "on_train_batch_end", *arguments)
-    calls._call_lightning_module_hook(trainer, "on_train_batch_end", *arguments)
+    for name in ("call_callback_hooks", "call_module_hook"):
+        call = lightnings(name, _root_of(trainer))
+        call(trainer, "on_train_batch_end", outputs, batch, loop.batch_idx)
     connector.on_batch_end()
-    progress.increment_completed()
+    loop.batch_progress.increment_completed()
     connector.update_train_step_metrics()
 
 
@@ -633,15 +558,10 @@ def finish_step(trainer: Trainer) -> None:
 
 
 def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -> None:
-    """Set the counters so that a resumed run continues after the last optimizer step.
+    """Set the counters of an interrupted fit so that a resumed one continues after the last step.
 
     They become those that Lightning saves in `on_train_batch_end`, in an interrupted validation, which
-    starts again, or at the begin or end of an epoch.
-
-    Args:
-        trainer: the interrupted Trainer.
-        is_committed: True if the present batch is the last of that step; otherwise it is undone.
-        num_stepped: `batches_that_stepped` when the step was committed.
+    starts again, or at the begin or end of an epoch. A batch that is not committed is undone.
     """
     outer: Any = trainer.fit_loop
     loop = outer.epoch_loop
@@ -680,60 +600,45 @@ def _rewind_batches(trainer: Trainer) -> None:
 
 
 def before_batches(trainer: Trainer, function: Callable[[], object]) -> None:
-    """Call a function before each training batch is fetched: wrap `_TrainingEpochLoop.advance`."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    advance = _get(loop, "advance")
+    """Call a function before each training batch is fetched."""
 
-    def call_and_advance(data_fetcher: Any) -> None:
+    def call_and_advance(advance: Any, data_fetcher: Any) -> None:
         function()
         advance(data_fetcher)
 
-    loop.advance = call_and_advance
+    _wrap(trainer.fit_loop.epoch_loop, "advance", call_and_advance)
 
 
 def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function before each update of the parameters: wrap `Precision._after_closure`.
+    """Call a function before each update of the parameters, after the hooks and clipping before it."""
 
-    Backward, clipping and the hooks `on_before_optimizer_step` come before it.
-    """
-    precision: Any = trainer.precision_plugin
-    after_closure = _get(precision, "_after_closure")
-
-    def call(*arguments: Any) -> None:
+    def call(after_closure: Any, *arguments: Any) -> None:
         after_closure(*arguments)
         function()
 
-    _set(precision, "_after_closure", call)
+    _wrap(trainer.precision_plugin, "_after_closure", call)
 
 
 def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function after the schedulers of each batch, before the hooks of its end.
-
-    Wraps `_TrainingEpochLoop.update_lr_schedulers`.
-    """
+    """Call a function after the schedulers of each batch, before the hooks of its end."""
     loop: Any = trainer.fit_loop.epoch_loop
-    update = _get(loop, "update_lr_schedulers")
 
-    def update_and_call(interval: str, update_plateau_schedulers: bool) -> None:
+    def update_and_call(update: Any, interval: str, update_plateau_schedulers: bool) -> None:
         update(interval, update_plateau_schedulers=update_plateau_schedulers)
         is_last = interval == "epoch" or not loop._num_ready_batches_reached()
         if is_last and not update_plateau_schedulers:
             function()
 
-    loop.update_lr_schedulers = update_and_call
+    _wrap(loop, "update_lr_schedulers", update_and_call)
 
 
 def loader_states(trainer: Trainer) -> list[Any]:
-    """Return the states of training dataloaders, for a checkpoint: `_combined_loader`."""
-    states: list[Any] = _get(trainer.fit_loop, "_combined_loader")._state_dicts()
-    return states
+    """Return the states of training dataloaders, for a checkpoint."""
+    return list(_get(trainer.fit_loop, "_combined_loader")._state_dicts())
 
 
 def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[str, Any]:
-    """Return the state of training as in `Trainer.save_checkpoint`: `_checkpoint_connector`.
-
-    `states` from `loader_states` replaces the present state of the dataloaders.
-    """
+    """Return a checkpoint as Lightning writes it, with `states` in place of those of the dataloaders."""
     checkpoint: dict[str, Any] = _get(trainer, "_checkpoint_connector").dump_checkpoint(weights_only=False)
     if states:
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
@@ -742,8 +647,7 @@ def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[s
 
 def batches_that_stepped(trainer: Trainer) -> int:
     """Return the step for logging, which counts several optimizers as one."""
-    number: int = _get(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
-    return number
+    return int(_get(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
 
 
 def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
@@ -752,12 +656,9 @@ def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
 
 
 def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
-    """Call `check` before each training batch is fetched, instead of Lightning's own check.
-
-    That is `_broadcast_sigterm_tensor`, which exchanges signals by a collective in every step. Lightning
-    2.5.0 and 2.5.1 do not have it.
-    """
+    """Call `check` before each training batch, instead of Lightning's exchange of signals by a collective."""
     loop: Any = trainer.fit_loop.epoch_loop
+    # Lightning 2.5.0 and 2.5.1 exchange no signals.
     if tuple(map(int, re.findall(r"\d+", _version(_root_of(trainer) or _root_in_use()))[:3])) >= (2, 5, 2):
         _set(loop, "_broadcast_sigterm_tensor", check)
         return
@@ -765,11 +666,7 @@ def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
 
 
 def replace_signal_handlers(trainer: Trainer, *, on_sigterm: Any, on_requeue: Any) -> Any:
-    """Replace Lightning's signal handlers; return its handler that saves and requeues a job.
-
-    They are `_sigterm_notifier_fn` and `_slurm_sigusr_handler_fn` of `Trainer._signal_connector`, which
-    registers them when a run begins, after the strategy's `setup`.
-    """
+    """Replace the handlers that Lightning registers when a run begins; return the one that requeues a job."""
     connector = _get(trainer, "_signal_connector")
     requeue = _get(connector, "_slurm_sigusr_handler_fn")
     _set(connector, "_sigterm_notifier_fn", on_sigterm)
@@ -782,14 +679,11 @@ def note_sigterm(trainer: Trainer) -> None:
     _set(_get(trainer, "_signal_connector"), "received_sigterm", True)
 
 
-# ---------------------------------------------------------------------- loggers
+# ---------------------------------------------------------------------- loggers, the module
 
 
 def logger_version(logger: Any) -> Any:
-    """Return the version of a logger that chooses it on first access: `_version`.
-
-    None for other loggers.
-    """
+    """Return the version of a logger that chooses it on first access (`_version`); None for others."""
     return logger.version if "_version" in vars(logger) else None
 
 
@@ -800,11 +694,7 @@ def set_logger_version(logger: Any, version: Any) -> None:
 
 
 def append_to_csv(logger: Any) -> None:
-    """Make a `CSVLogger` of this process continue the file of another process.
-
-    Its writer would delete that file at construction, in `_check_log_dir_exists`; it writes the columns
-    `metrics_keys` to a file of `_fs`. The logger keeps the writer as `_experiment`. Other loggers stay.
-    """
+    """Make a `CSVLogger` continue the file of another process, which a new writer would delete."""
     root = _root_of(logger)
     if root is None or not isinstance(logger, lightnings("CSVLogger", root)):
         return
@@ -816,9 +706,6 @@ def append_to_csv(logger: Any) -> None:
     if files.isfile(path):
         with files.open(path, "r", newline="") as file:
             writer.metrics_keys = next(csv.reader(file), [])
-
-
-# ---------------------------------------------------------------------- the module
 
 
 def running_hook(module: LightningModule) -> str | None:
@@ -852,11 +739,8 @@ def layer_sync(strategy: DDPStrategy) -> Any:
 
 
 def choose_backend(strategy: Any) -> str:
-    """Choose the user's backend or that of the device, the value of `process_group_backend` then.
-
-    `_get_process_group_backend` chooses it; `_process_group_backend` keeps it.
-    """
-    backend: str = _get(strategy, "_get_process_group_backend")()
+    """Choose the user's backend or that of the device, the value of `process_group_backend` then."""
+    backend = str(_get(strategy, "_get_process_group_backend")())
     _set(strategy, "_process_group_backend", backend)
     return backend
 

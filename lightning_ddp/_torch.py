@@ -10,17 +10,18 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.utils
-import torch.utils._python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
@@ -39,14 +40,10 @@ preserve_version_counters: Any = torch.autograd._unsafe_preserve_version_counter
 _engine: Any = torch.autograd.Variable._execution_engine
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Function that, called from an autograd hook, queues a callback for the end of this backward."""
-push_mode, pop_mode = torch.utils._python_dispatch._push_mode, torch.utils._python_dispatch._pop_mode
-"""Functions that begin and end a dispatch mode in this thread alone."""
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
 """Function that returns the number of C++ references to a tensor; 1 is its Python object."""
 gradient_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None]
 gradient_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
-name_of_operator: Callable[[Any], str] = operator.attrgetter("_schema.name")
-"""Function that returns the name of an operator, such as 'c10d::allreduce_'."""
 
 _ENGINE_KEY = "context"
 
@@ -101,7 +98,6 @@ def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
 
 # ---------------------------------------------------------------------- process groups
 
-REDUCE_SCATTER_FLAT = "_reduce_scatter_base"
 is_joining: Callable[[Any], bool] = operator.attrgetter("_join_config.enable")
 """Function that returns True if a `Joinable` is inside `Join`."""
 
@@ -134,6 +130,11 @@ def name_of_group(process_group: Any) -> str:
     return str(dist.distributed_c10d._world.pg_names[process_group])
 
 
+def default_store() -> Any:
+    """Return the store of the default process group: `_get_default_store`."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def count_groups_anew() -> None:
     """Give the next default group the name of the first, as after a destroyed group.
 
@@ -141,6 +142,10 @@ def count_groups_anew() -> None:
     than the other processes.
     """
     dist.distributed_c10d._world.group_count = 0
+
+
+REFUSAL = "collective operation error"
+"""Text in the errors of a group whose collectives are refused."""
 
 
 def refuse_collectives(process_group: Any) -> None:
@@ -183,6 +188,34 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:
     (in_public or backend._set_default_timeout)(timeout)
 
 
+@contextmanager
+def with_timeout(process_group: Any, timeout: timedelta | None) -> Generator[None, None, None]:
+    """Give collectives that are started in this context another timeout; None for the group's."""
+    if timeout is None:
+        yield
+        return
+    changed = []
+    for backend in _backends_of(process_group):
+        before = timeout_of(backend)
+        if before is not None:
+            with suppress(RuntimeError):  # a third-party backend
+                set_timeout(backend, timeout)
+                changed.append((backend, before))
+    try:
+        yield
+    finally:
+        for backend, before in changed:
+            set_timeout(backend, before)
+
+
+def _backends_of(process_group: Any) -> Iterable[Any]:
+    if not isinstance(process_group, dist.ProcessGroup):
+        return [process_group]
+    if type(process_group) is not dist.ProcessGroup:
+        return []  # a group in Python
+    return [process_group._get_backend(device) for device in process_group._device_types]
+
+
 def new_gloo(store: Any, rank: int, size: int, devices: Any, timeout: timedelta) -> Any:
     """Make a gloo backend unknown to torch; `devices` are the network devices of its connections."""
     options = _Gloo._Options()
@@ -205,11 +238,6 @@ def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 def all_gather_flat(process_group: Any, gathered: torch.Tensor, flat: torch.Tensor) -> Any:
     """Start an all-gather into one tensor; return its work."""
     return process_group._allgather_base(gathered, flat)
-
-
-def reduce_scatter_flat(process_group: Any, part: torch.Tensor, flat: torch.Tensor, options: Any) -> Any:
-    """Start a reduce-scatter of one tensor; return its work."""
-    return process_group._reduce_scatter_base(part, flat, options)
 
 
 def root_of_mesh(mesh: Any) -> Any:

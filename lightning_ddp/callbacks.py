@@ -17,7 +17,15 @@ from lightning_ddp.elastic import WorldChange
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
-from lightning_ddp.telemetry.timeline import Change, Lateness, Recording, SlowRanks, lateness, save
+from lightning_ddp.telemetry.timeline import (
+    Change,
+    Lateness,
+    Recording,
+    SlowRanks,
+    lateness,
+    median_late,
+    save,
+)
 
 __all__ = ["CommunicationMonitor", "WorldChange"]
 
@@ -74,16 +82,13 @@ class CommunicationMonitor(Callback):
             raise ConfigurationError(
                 f"straggler_threshold={straggler_threshold}: expected a fraction of a step above 0"
             )
-        self.every_n_steps = every_n_steps
-        self.straggler_patience = straggler_patience
+        self.every_n_steps, self.straggler_patience = every_n_steps, straggler_patience
         self.straggler_threshold = straggler_threshold
         self.timeline = None if timeline is None else Path(timeline)
         self.recorder: StepRecorder | None = None
         """Recorder of this rank's last steps, during the fit and after it; None before."""
         self._wrapped: BucketedDDP | None = None
-        self._records: list[StepRecord] = []
         self._exchange: _Exchange | None = None
-        self._slow = SlowRanks(straggler_patience)
         self._changes: list[Change] = []
         self._first_step = 0
 
@@ -95,9 +100,13 @@ class CommunicationMonitor(Callback):
                 "CommunicationMonitor needs the strategy 'custom_ddp' or one of its variants, but the"
                 f" Trainer has {type(trainer.strategy).__name__}"
             )
-        self._wrapped, self._records = model, []
+        self._wrapped = model
         self._changes, self._first_step = [], trainer.global_step
         self.recorder = model.record_steps(max(256, 2 * self.every_n_steps))
+        self._begin_exchange(trainer)
+
+    def _begin_exchange(self, trainer: Trainer) -> None:
+        self._records: list[StepRecord] = []
         self._slow = SlowRanks(self.straggler_patience)
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
@@ -108,10 +117,8 @@ class CommunicationMonitor(Callback):
         step = change.step - self._first_step
         self.recorder.begin_again(step)
         self.recorder.take()
-        self._records = []  # drop the partial interval: ranks may have counted it differently
-        self._slow = SlowRanks(self.straggler_patience)
         self._exchange.close()
-        self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
+        self._begin_exchange(trainer)  # without the partial interval, which ranks may have counted otherwise
         self._changes.append(
             Change(
                 step=step,
@@ -139,8 +146,8 @@ class CommunicationMonitor(Callback):
             for known in self._exchange.collect():
                 metrics.update(_straggler_metrics(known))
                 self._warn(known, metrics["step_ms"], self._exchange.hosts)
+            named = {f"communication/{name}": value for name, value in metrics.items()}
             for logger in trainer.loggers:
-                named = {f"communication/{name}": value for name, value in metrics.items()}
                 logger.log_metrics(named, step=batches_that_stepped(trainer))
 
     def _warn(self, known: Lateness, step_ms: float, hosts: dict[int, str]) -> None:
@@ -208,7 +215,7 @@ def _in_a_line(cause: PeerFailure | None) -> str:
 
 
 def _straggler_metrics(known: Lateness) -> dict[str, float]:
-    late_ms = {rank: late_us / 1e3 for rank, late_us in known.median_us().items()}
+    late_ms = {rank: late_us / 1e3 for rank, late_us in median_late(known).items()}
     if len(late_ms) > _MOST_LOGGED_RANKS:
         return {"straggler_ms/max": max(late_ms.values())}
     return {f"straggler_ms/rank{rank}": late_ms[rank] for rank in sorted(late_ms)}
@@ -247,7 +254,7 @@ class _Exchange:
         with self._lock:
             firsts = sorted(self._windows)
             whole = [first for first in firsts if len(self._windows[first]) == self._world_size]
-            return [lateness(first, self._windows.pop(first)) for first in whole]
+            return [lateness(self._windows.pop(first)) for first in whole]
 
     def close(self) -> None:
         """Stop receiving."""

@@ -52,10 +52,7 @@ class Catalogue(Generic[K]):
         return {name: self._kinds[name].Options for name in self.names()}
 
     def parse(self, entry: Any) -> tuple[str, Any]:
-        """Find the class that a configuration entry names (a string or mapping), and check its options.
-
-        Returns:
-            The name, and the options as an object of the class's `Options`.
+        """Find the class that a configuration entry (a string or mapping) names; return name and options.
 
         Raises:
             ConfigurationError: the name or an option does not exist, or a value cannot be used.
@@ -120,20 +117,6 @@ def describe_hook(hook: Any) -> str:
     digest = _digest(code) if isinstance(code, CodeType) else "-"
     module = getattr(hook, "__module__", "")
     return f"{module}.{hook_name(hook)} ({', '.join([*arguments, f'code {digest}'])})"
-
-
-def describe_state(state: Any) -> str:
-    """Return the settings in the state of one of torch's hooks; '' for any other state.
-
-    >>> from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-    >>> describe_state(PostLocalSGDState(None, None, start_localSGD_iter=5))
-    'PostLocalSGDState(iter=0, post_local_gradient_allreduce=True, start_localSGD_iter=5)'
-    """
-    if not type(state).__module__.startswith("torch.") or not hasattr(state, "__slots__"):
-        return ""
-    values = {key: getattr(state, key, None) for key in sorted(state.__slots__)}
-    listed = ", ".join(f"{k}={v!r}" for k, v in values.items() if isinstance(v, _PLAIN) and v is not None)
-    return f"{type(state).__name__}({listed})"
 
 
 def _digest(code: CodeType) -> str:

@@ -13,8 +13,6 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
 if TYPE_CHECKING:  # a run without hook and averager does not import them, which takes 10 ms
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-
     from lightning_ddp.averaging import Averager, AveragerPlan
     from lightning_ddp.hooks import Hook, HookPlan, StatefulHook
 
@@ -27,18 +25,11 @@ HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callabl
 
 
 def _no_scaler() -> None:
-    """Return None, as there is no loss scaler."""
+    """Return None; a function with a name, as strategies are pickled."""
 
 
 class Communication:
-    """The communication hook and the averager of one run.
-
-    Args:
-        hook: a specification or a function; None for the plain mean.
-        hook_state: first argument of a function; a `PostLocalSGDState` also has the begin of local training.
-        wrapper: function that wraps the hook; None for no wrapper.
-        averaging: specification of an averager; None for none.
-        period: optimizer steps between two averages, in Lightning's spelling of post-local SGD, or None.
+    """The communication hook and the averager of one run, from the arguments of a strategy.
 
     Raises:
         ConfigurationError: an argument cannot be used, or two of them contradict each other.
@@ -54,9 +45,13 @@ class Communication:
     ) -> None:
         if hook is None and wrapper is not None:
             raise ConfigurationError("ddp_comm_wrapper wraps a hook. Pass ddp_comm_hook as well.")
+        if period is not None or type(hook_state).__name__ == "PostLocalSGDState":
+            raise ConfigurationError(
+                "PostLocalSGDState and model_averaging_period are not supported. Use model_averaging={'name':"
+                " 'post_local_sgd', 'start_step': ..., 'period': ...}, which does the same."
+            )
         self._hook_plan: HookPlan | None = None
         self._function: Callable[..., Any] | None = None
-        self._post_local = _post_local_state(hook_state)
         if isinstance(hook, str):
             from lightning_ddp.hooks import registered_hook
 
@@ -65,7 +60,7 @@ class Communication:
             from lightning_ddp.hooks import parse_hook
 
             self._hook_plan = parse_hook(hook)
-            if hook_state is not None and self._post_local is None:
+            if hook_state is not None:
                 raise ConfigurationError(
                     f"ddp_comm_state has no effect with the hook {self._hook_plan.name!r}, which keeps its"
                     " own state. Leave it out."
@@ -74,9 +69,11 @@ class Communication:
             self._function = hook
         self._hook_state = hook_state
         self._wrapper = wrapper
-        self.averager_plan = _plan_averaging(
-            averaging, self._post_local, period, by_hook=self._function is not None
-        )
+        self.averager_plan: AveragerPlan | None = None
+        if averaging is not None:
+            from lightning_ddp.averaging import parse_averager
+
+            self.averager_plan = parse_averager(averaging)
         self.hook: Hook | None = None
         """The registered hook, if it was given by name."""
         self._stateful: StatefulHook | None = None
@@ -92,30 +89,14 @@ class Communication:
         return self._hook_plan.name if self._hook_plan else "function" if self._function else None
 
     @property
-    def momentum(self) -> float:
-        """Momentum that the registered hook applies, instead of the optimizer."""
-        return float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
-
-    @property
-    def _drives_hook_state(self) -> bool:
-        """True if torch's post-local SGD hook, and not the reducer, ends gradient averaging."""
-        return self._post_local is not None and self._function is not None
-
-    @property
-    def averages_gradients(self) -> bool:
-        """True if the averager lets the gradients of the next backward pass be averaged over all ranks."""
-        return self.averager is None or self.averager.averages_gradients
-
-    @property
     def synchronises_backward(self) -> bool:
         """True if the reducer takes part in the next backward pass."""
-        return self.averages_gradients or self._drives_hook_state or self._averages_in_nodes
+        return not self.is_local or self._averages_in_nodes
 
     @property
     def _averages_in_nodes(self) -> bool:
-        return self.averager_plan is not None and getattr(
-            self.averager_plan.options, "intra_node_gradients", False
-        )
+        options = self.averager_plan.options if self.averager_plan is not None else None
+        return bool(getattr(options, "intra_node_gradients", False))
 
     def register(
         self,
@@ -127,7 +108,7 @@ class Communication:
         loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
-        """Build the hook and register it with a `BucketedDDP`.
+        """Build the hook and register it with `model`, a `BucketedDDP`.
 
         Collective: all ranks must call it.
 
@@ -155,10 +136,10 @@ class Communication:
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
         _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
-        if self._averages_in_nodes and not self._drives_hook_state:
+        if self._averages_in_nodes:
             from lightning_ddp.averaging.local_sgd import NodeGradients
 
-            hook = NodeGradients(hook, group, node_size, device, lambda: self.averages_gradients)
+            hook = NodeGradients(hook, group, node_size, device, lambda: not self.is_local)
         if hook is not None:
             model.register_comm_hook(self._hook_state, hook)
 
@@ -170,20 +151,11 @@ class Communication:
         *,
         keeps_rounds: bool = False,
     ) -> None:
-        """Build the averager, once there are optimizers.
+        """Build the averager, once there are optimizers; with `keeps_rounds` a failed round may be repeated.
 
         Collective: all ranks must call it.
-
-        Args:
-            module: the trained module.
-            optimizers: optimizers whose steps count.
-            group: the ranks.
-            keeps_rounds: True if other ranks may repeat a failed round.
-
-        Raises:
-            ConfigurationError: an optimizer cannot be used with the averager or the hook.
         """
-        factor = self.momentum
+        factor = float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(
@@ -207,11 +179,7 @@ class Communication:
             self._follow()
 
     def _follow(self) -> None:
-        """Pass the averager's phase on to the wrapper and to torch's `PostLocalSGDState`."""
-        assert self.averager is not None
-        if self._post_local is not None and self._drives_hook_state:
-            counts = [track.num_steps for track in self.averager.tracks if track.num_steps] or [0]
-            self._post_local.iter = min(counts)  # torch counts backward passes, which may be more
+        """Pass the averager's phase on to the wrapper."""
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> bool:
@@ -312,19 +280,17 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state that differs between ranks: residuals, and state of local training.
+        """Return the state that differs between ranks.
 
-        The latter has optimizers and loss scale.
-
-        In local training each rank skips the steps in which its own gradients overflow, so each has a
-        separate loss scale; sharing it would cost a collective per step.
+        That is residuals; in local training also optimizers and the loss scale, as each rank then skips the
+        steps in which its own gradients overflow.
         """
         state: dict[str, Any] = {}
         if self._stateful is not None:
             hook = _pick(self._stateful, shared=False)
             if hook["tensors"]:
                 state["hook"] = hook
-        if self.averager is not None and not self.averager.averages_gradients:
+        if self.averager is not None and self.is_local:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
             if self._scaler() is not None:
                 state["scaler"] = self._scaler().state_dict()
@@ -333,16 +299,7 @@ class Communication:
     def load(
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, names: Iterable[str]
     ) -> list[str]:
-        """Restore a state; return one sentence for each item that could not be restored.
-
-        Args:
-            shared: from `shared_state`.
-            own: from `own_state` of this rank; None if there is none that can be used.
-            names: qualified names of the parameters.
-
-        Raises:
-            ConfigurationError: the format is not known.
-        """
+        """Restore shared and own state; return one sentence for each item that could not be restored."""
         if shared.get("format") != STATE_FORMAT:
             raise ConfigurationError(
                 f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}, but this release reads"
@@ -371,57 +328,6 @@ class Communication:
         return notes
 
 
-def _post_local_state(state: object | None) -> PostLocalSGDState | None:
-    """Return the first argument of a hook if it is torch's state of post-local SGD."""
-    if state is None:
-        return None
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-
-    return state if isinstance(state, PostLocalSGDState) else None
-
-
-def _plan_averaging(
-    averaging: str | Mapping[str, Any] | None,
-    state: PostLocalSGDState | None,
-    period: int | None,
-    *,
-    by_hook: bool,
-) -> AveragerPlan | None:
-    """Return the one plan for both spellings of post-local SGD."""
-    if averaging is None and state is None and period is None:
-        return None
-    from lightning_ddp.averaging import parse_averager
-
-    plan = parse_averager(averaging) if averaging is not None else None
-    if state is None:
-        if period is not None:
-            raise ConfigurationError(
-                "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and"
-                " model_averaging_period. Or use model_averaging={'name': 'post_local_sgd', 'period':"
-                " ...} alone."
-            )
-        return plan
-    if plan is None and period is None:
-        raise ConfigurationError(
-            "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period"
-        )
-    start = int(state.start_localSGD_iter)
-    if plan is None:
-        options = {"start_step": start, "period": period}
-        in_nodes = bool(state.post_local_gradient_allreduce) and not by_hook
-        return parse_averager({"name": "post_local_sgd", **options, "intra_node_gradients": in_nodes})
-    for what, ours, theirs in (
-        ("start_step", plan.options.start_step, start),
-        ("period", plan.options.period, period if period is not None else plan.options.period),
-    ):
-        if ours != theirs:
-            raise ConfigurationError(
-                f"model_averaging has {what}={ours}, but PostLocalSGDState and model_averaging_period have"
-                f" {theirs}. Pass one of them."
-            )
-    return plan
-
-
 def _check_agreement(
     hook: Callable[..., Any] | None,
     plan: HookPlan | None,
@@ -436,19 +342,19 @@ def _check_agreement(
     name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
     mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
     everyone = all_gather_objects(group, mine, device)
-    name_of_first, hook_of_first, averaging_of_first = everyone[0]
+    first_name, first_hook, first_averaging = everyone[0]
     for rank, (other_name, other, other_averaging) in enumerate(everyone):
-        if other != hook_of_first:
+        if other != first_hook:
             raise ConfigurationError(
                 "the ranks have different communication hooks, so their collectives would not match from"
-                f" bucket 0 on: {other_name!r} on rank {rank}, {name_of_first!r} on rank 0. Rank {rank} has"
-                f" {other}, rank 0 has {hook_of_first}. Use the same hook on all ranks."
+                f" bucket 0 on: {other_name!r} on rank {rank}, {first_name!r} on rank 0. Rank {rank} has"
+                f" {other}, rank 0 has {first_hook}. Use the same hook on all ranks."
             )
-        if other_averaging != averaging_of_first:
+        if other_averaging != first_averaging:
             raise ConfigurationError(
                 "the ranks have different model averaging, so they would average at different times: rank"
-                f" {rank} has {other_averaging}, rank 0 has {averaging_of_first}. Use the same averager on"
-                " all ranks."
+                f" {rank} has {other_averaging}, rank 0 has {first_averaging}. Use the same averager on all"
+                " ranks."
             )
 
 

@@ -134,10 +134,6 @@ class CollectiveMismatchError(CollectiveError):
     """The ranks have called, or are about to call, different collectives of a group."""
 
 
-class ReplicaError(LightningDDPError, RuntimeError):
-    """A replica raised an error that cannot be copied; the original error is the `__cause__`."""
-
-
 class UnevenInputsError(LightningDDPError, RuntimeError):
     """A rank has run out of batches where that is not allowed, or has had no batch at all."""
 
@@ -158,8 +154,8 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         missing: Rank -> qualified names of the parameters without a gradient on that rank. A rank that
             did not report in time is absent.
         step: Number of the synchronized backward pass, from 0.
-        num_launched: Number of buckets that every rank has started to reduce; None if the ranks differ, in
-            which case the group cannot be used any further, as its collectives no longer match.
+        can_continue: True if all ranks have started the same collectives, so that training may continue;
+            if False, the group cannot be used any further.
     """
 
     def __init__(
@@ -169,10 +165,10 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         rank: int,
         world_size: int,
         step: int,
-        num_launched: int | None = None,
+        can_continue: bool = False,
         hint: str = "",
     ) -> None:
-        self.num_launched = num_launched
+        self.can_continue = can_continue
         self.hint = hint
         self.rank = rank
         self.world_size = world_size
@@ -180,22 +176,13 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         self.step = step
         super().__init__(self._describe())
 
-    @property
-    def is_same_everywhere(self) -> bool:
-        """True if every rank has reported, and all ranks miss the same parameters."""
-        return len(self.missing) == self.world_size and len(set(self.missing.values())) == 1
-
-    def with_hint(self, hint: str) -> MissingGradientError:
-        """Return a copy of this error with `hint` at the end of its message."""
-        return MissingGradientError(**{**self._keywords(), "hint": hint})
-
     def add_hint(self, hint: str) -> None:
         """Add `hint` to the end of this error's message."""
         self.hint = f"{self.hint}\n{hint}" if self.hint else hint
         self.args = (self._describe(),)
 
     def _keywords(self) -> dict[str, Any]:
-        names = ("missing", "rank", "world_size", "step", "num_launched", "hint")
+        names = ("missing", "rank", "world_size", "step", "can_continue", "hint")
         return {name: getattr(self, name) for name in names}
 
     def copy(self) -> MissingGradientError:
@@ -218,19 +205,6 @@ class MissingGradientError(LightningDDPError, RuntimeError):
             " for unused parameters in every step."
         )
         return "\n".join([*lines, self.hint] if self.hint else lines)
-
-
-class MissingGradientWarning(MissingGradientError, UserWarning):
-    """All ranks miss the same gradients in the first backward pass of a wrapper.
-
-    The `.grad` of these parameters is unchanged, all other gradients are correct; the next step raises the
-    error.
-    """
-
-    @classmethod
-    def of(cls, error: MissingGradientError) -> MissingGradientWarning:
-        """Make the warning for an error that is postponed to the next step."""
-        return cls(**{**error._keywords(), "hint": "The next step will raise an error."})
 
 
 def _rebuild(kind: type[LightningDDPError], keywords: dict[str, Any], *message: str) -> LightningDDPError:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
 
 __all__ = ["CustomFabricStrategy"]
-
-_log = logging.getLogger("lightning_ddp")
 
 
 class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
@@ -148,14 +146,8 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take a step; with model averaging, count it and average if it is due (then communicates)."""
-        averaging = [c for _, c, owned in self._set_up if c.averager and any(optimizer is o for o in owned)]
-        # in local training a step counts also if the loss scaler skips it
-        is_asked = any(c.averages_gradients for c in averaging)
-        before = self._loss_scale() if is_asked else 1.0
-        output = super().optimizer_step(optimizer, **kwargs)
-        for communication in averaging:
-            communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
-        return output
+        owners = [c for _, c, owned in self._set_up if any(optimizer is each for each in owned)]
+        return self._step(owners, optimizer, partial(super().optimizer_step, optimizer, **kwargs))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -195,13 +187,9 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         """Load a checkpoint into models, optimizers, hook and averager."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         wrapper, communication = self._set_up_of(state if isinstance(state, dict) else {})
-        if communication is None or self._is_alone():
-            return remainder
-        names = [name for name, _ in wrapper.module.named_parameters()]
-        group, read = self._joined_group(), self.checkpoint_io.load_checkpoint
-        for note in rank_files.load_state(communication, remainder, path, group, names, read):
-            _log.warning("resuming from %s: %s", path, note)
-        remainder.pop(rank_files.KEY, None)
+        if communication is not None and not self._is_alone():
+            self._load_state(communication, wrapper.module, remainder, path)
+            remainder.pop(rank_files.KEY, None)
         return remainder
 
     def _set_up_of(self, state: Mapping[str, Any]) -> tuple[Any, Communication | None]:
@@ -222,17 +210,14 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
 class _BackwardSync:
     """Implementation of `fabric.no_backward_sync`."""
 
-    @contextlib.contextmanager
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Generator[None, None, None]:
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Keep gradients of backward passes in this context on their rank until the next backward."""
         if not enabled:
-            yield
-            return
+            return nullcontext()
         wrapper = as_wrapper(module)
         if wrapper is None:
             raise TypeError(
                 "no_backward_sync needs the model that fabric.setup has returned (wrapped in BucketedDDP),"
                 f" but got a {type(module).__name__}"
             )
-        with wrapper.no_sync():
-            yield
+        return wrapper.no_sync()

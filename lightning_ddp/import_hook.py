@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 _waiting: dict[str, list[Callable[[types.ModuleType], None]]] = {}
 
@@ -27,40 +27,28 @@ def after_import(name: str, function: Callable[[types.ModuleType], None]) -> Non
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that wraps the loader of a module with waiting functions, as found by other finders."""
+    """Finder of the modules with waiting functions, as found by other finders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in _waiting:
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find is not None else None
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
-                return spec  # type: ignore[no-any-return]
-        return None
+        others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            _call_after_execution(spec.loader)
+        return spec
 
 
-class _Loader(importlib.abc.Loader):
-    """Wrapper of a loader that calls the waiting functions after the module's execution."""
+def _call_after_execution(loader: Any) -> None:
+    execute = loader.exec_module
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> object:  # such as `get_source`, for tracebacks
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        spec = module.__spec__
-        if spec is not None:
-            spec.loader = self._loader
-            module.__loader__ = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module: types.ModuleType) -> None:
+        loader.exec_module = execute
+        execute(module)
         for function in _waiting.pop(module.__name__, []):
             function(module)
+
+    loader.exec_module = exec_module

@@ -1,10 +1,8 @@
 """Checkpoint state of hooks and averagers: in the checkpoint, and in a file beside it for each rank.
 
-State that is the same on all ranks is in the checkpoint under "lightning_ddp". Residuals and the optimizer
-state of local training differ between ranks and are as large as the model: gathering them would need the
-memory and the network for world size times the model on rank 0. So each rank writes its own file beside the
-checkpoint, `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files still loads everywhere; only
-the state in them starts from scratch.
+What is the same on all ranks is in the checkpoint under "lightning_ddp". Residuals and the optimizer state of
+local training differ between ranks, and are too large to be gathered on rank 0: each rank writes its own to
+`<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files loads; that state starts from scratch.
 
 Each save has a new token, which is in the checkpoint. So replacing the checkpoint replaces the files with
 it, atomically. All ranks have written their files before that. After it they remove the files of earlier
@@ -22,7 +20,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
-from lightning_ddp.comm import all_gather_objects, barrier, broadcast_object
+from lightning_ddp.comm import all_gather_objects, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
@@ -49,17 +47,14 @@ def save_state(
     device: torch.device,
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
-    """Add the shared state to a checkpoint and write this rank's file.
+    """Add the shared state to a checkpoint for `path`; return once all ranks have written their files.
 
-    Returns once all ranks have written their files. Parameters must be synchronized before; rank 0 writes
-    the checkpoint to `path` afterwards.
-
-    Collective: all ranks must call it.
+    Collective: all ranks must call it, with synchronized parameters.
     """
     if not communication.has_state:
         return
     state = communication.shared_state(group.size)
-    state["token"] = broadcast_object(group, uuid.uuid4().hex, 0, device)
+    state["token"] = broadcast_nested(group, uuid.uuid4().hex, 0, device)
     state["name"] = Path(path).name
     own = communication.own_state()
     state["has_rank_files"] = any(all_gather_objects(group, bool(own), device))
@@ -99,9 +94,6 @@ def load_state(
 
     Returns:
         One sentence for each item that could not be restored.
-
-    Raises:
-        ConfigurationError: the format is not known.
     """
     shared = checkpoint.get(KEY)
     if shared is None:
@@ -138,9 +130,9 @@ def _read_own(
         return None, f"{reset}: the path of the checkpoint is not known"
     # A link or a copy of the checkpoint has a different name than its files.
     places = (path, Path(path).parent / shared["name"], Path(path).resolve())
-    candidates = [rank_file(place, group.rank, shared["token"]) for place in places]
-    problems = [f"{candidates[0]} is missing"]
-    for candidate in dict.fromkeys(candidates):
+    candidates = dict.fromkeys(rank_file(place, group.rank, shared["token"]) for place in places)
+    problems = [f"{next(iter(candidates))} is missing"]
+    for candidate in candidates:
         try:
             own = read(candidate)
             if (own["token"], own["rank"]) == (shared["token"], group.rank):

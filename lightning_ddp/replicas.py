@@ -1,29 +1,42 @@
 """Data parallelism within one process: replicate -> scatter -> parallel_apply -> gather.
 
-For training in one process; nothing else in the package uses it. One thread per device runs a replica of the
-module on its chunk of the batch. The replicas' parameters have a gradient edge to the original's, where the
-gradients are summed, so nothing here communicates across processes;
-`BucketedDDP(DataParallel(module, devices))` adds that. After torch's C++ `data_parallel`.
+One thread per device runs a replica of the module on its chunk of the batch. The replicas' parameters have a
+gradient edge to the original's, where the gradients are summed. Nothing here communicates across processes;
+`BucketedDDP(DataParallel(module, devices))` adds that. As `torch.nn.parallel`, but also for CPU devices.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import threading
+import itertools
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp._torch import buffers_of, children_of, is_compiled, parameters_of, shallow_replica
-from lightning_ddp.errors import ConfigurationError, ReplicaError
+from lightning_ddp._torch import (
+    buffers_of,
+    children_of,
+    is_compiled,
+    keystr,
+    parameters_of,
+    shallow_replica,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
+from lightning_ddp.errors import ConfigurationError
 
 Device = int | str | torch.device
 T = TypeVar("T")
+
+
+class _Arguments(NamedTuple):
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def data_parallel(
@@ -52,9 +65,9 @@ def data_parallel(
         ConfigurationError: a parameter or buffer is elsewhere, or as `replicate`, `scatter`, `gather`.
         Exception: what a replica raised, see `parallel_apply`.
     """
-    targets = as_devices(devices)
-    target = targets[0] if output_device is None else as_device(output_device)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    targets = _as_devices(devices)
+    target = targets[0] if output_device is None else _as_device(output_device)
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.device != targets[0]:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ConfigurationError(
@@ -63,27 +76,25 @@ def data_parallel(
                 f" module.to('{targets[0]}')."
             )
     args = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
-    pieces, kwargs = scatter_kwargs(args, module_kwargs, targets, dim)
+    given = _Arguments(args, dict(module_kwargs or {}))
+    pieces = scatter(given, targets, dim) if any(given) else [given]
     if len(targets) == 1:
-        output = module(*pieces[0], **kwargs[0])
-        return output if target == targets[0] else scatter(output, [target])[0]
+        return scatter(module(*pieces[0].inputs, **pieces[0].kwargs), [target])[0]
     used = targets[: len(pieces)]
-    return gather(parallel_apply(replicate(module, used), pieces, kwargs, used), target, dim)
+    replicas = replicate(module, used)
+    outputs = parallel_apply(replicas, [p.inputs for p in pieces], [p.kwargs for p in pieces], used)
+    return gather(outputs, target, dim)
 
 
 class DataParallel(nn.Module):
     """`data_parallel` as a module, used instead of `module`; `state_dict` keys begin with `module.`.
 
-    Does not communicate across processes. `BucketedDDP(DataParallel(module, devices))` does: several
-    processes with several devices each.
-
     Args:
         module, output_device, dim: as for `data_parallel`, when `forward` is called.
         device_ids: its `devices`: ints for CUDA devices, names or `torch.device`s, as in `["cpu", "cpu"]`.
-        devices: another name of `device_ids`.
 
     Raises:
-        ConfigurationError: both names were used, no devices, or one that does not exist.
+        ConfigurationError: no devices, or one that does not exist.
     """
 
     def __init__(
@@ -92,17 +103,11 @@ class DataParallel(nn.Module):
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
-        *,
-        devices: Sequence[Device] | None = None,
     ) -> None:
         super().__init__()
-        if device_ids is not None and devices is not None:
-            raise ConfigurationError(
-                f"device_ids={device_ids} and devices={devices} mean the same. Pass one of them."
-            )
         self.module = module
-        self.devices = as_devices(device_ids if devices is None else devices)
-        self.output_device = self.devices[0] if output_device is None else as_device(output_device)
+        self.devices = _as_devices(device_ids)
+        self.output_device = self.devices[0] if output_device is None else _as_device(output_device)
         self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -116,7 +121,7 @@ class DataParallel(nn.Module):
 class _Copies(torch.autograd.Function):
     """Copy of a tensor to each device; backward sums the copies' gradients on the tensor's device.
 
-    One node per parameter, so that `BucketedDDP` gets each gradient early and can detect unused parameters.
+    The gradient of a copy by torch itself may not be sparse.
     """
 
     @staticmethod
@@ -127,12 +132,8 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        total = None
-        for grad in grads:
-            if grad is not None:
-                moved = grad.to(ctx.device)
-                total = moved if total is None else total + moved  # out of place: differentiable itself
-        return total, None
+        moved = [grad.to(ctx.device) for grad in grads if grad is not None]
+        return sum(moved[1:], moved[0]) if moved else None, None
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
@@ -152,7 +153,7 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
     Raises:
         ConfigurationError: no devices, a device that does not exist, or a scripted or compiled module.
     """
-    targets = as_devices(devices)
+    targets = _as_devices(devices)
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) or is_compiled(part):
             raise ConfigurationError(
@@ -160,19 +161,15 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
                 " cannot be replicated, because they are bound to their own parameters. Pass the module"
                 " that they were made from."
             )
-    copies = {id(parameter): _copies(parameter, targets) for parameter in module.parameters()}
+    copies: dict[int, Sequence[Tensor]] = {}
+    for parameter in module.parameters():
+        copies[id(parameter)] = _Copies.apply(parameter, targets)  # type: ignore[no-untyped-call] # torch's
     for buffer in module.buffers():
-        if buffer.device in targets:
-            own = targets.index(buffer.device)
-            others = _copies(buffer, targets[:own] + targets[own + 1 :])
-            copies[id(buffer)] = [*others[:own], buffer, *others[own:]]
-        else:
-            copies[id(buffer)] = _copies(buffer, targets)
+        own = targets.index(buffer.device) if buffer.device in targets else -1
+        copies[id(buffer)] = [
+            buffer if index == own else buffer.to(device, copy=True) for index, device in enumerate(targets)
+        ]
     return [_replica(module, copies, index, {}) for index in range(len(targets))]
-
-
-def _copies(tensor: Tensor, devices: list[torch.device]) -> list[Tensor]:
-    return list(_Copies.apply(tensor, devices)) if devices else []  # type: ignore[no-untyped-call] # torch's
 
 
 def _replica(
@@ -191,32 +188,6 @@ def _replica(
     for name, buffer in buffers_of(module).items():
         buffers_of(replica)[name] = None if buffer is None else copies[id(buffer)][index]
     return replica
-
-
-def _caller_settings(
-    devices: Sequence[torch.device | None],
-) -> Callable[[torch.device | None], AbstractContextManager[None]]:
-    """Return a context that applies this thread's settings of torch in a thread for a device."""
-    used = {device for device in devices if device is not None}
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    cache = torch.is_autocast_cache_enabled()
-    types = sorted({"cpu", "cuda", *(device.type for device in used)} - {"meta"})
-    autocast = [(t, torch.get_autocast_dtype(t)) for t in types if torch.is_autocast_enabled(t)]
-    streams = {d: torch.cuda.current_stream(d) for d in used if d.type == "cuda"}
-
-    @contextmanager
-    def applied(device: torch.device | None) -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-            if device in streams:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(streams[device]))
-            yield
-
-    return applied
 
 
 def parallel_apply(
@@ -238,9 +209,7 @@ def parallel_apply(
 
     Raises:
         ConfigurationError: the arguments differ in length.
-        Exception: the first one in replica order, after all threads have ended: of the replica's type with
-            the replica's index in the message, or `ReplicaError` where that type cannot be built from a
-            message. The original is its `__cause__`.
+        Exception: the first one in replica order, with a note of the replica, after all threads have ended.
     """
     kwargs = [{}] * len(replicas) if kwargs is None else kwargs
     if not len(replicas) == len(inputs) == len(kwargs) == len(replicas if devices is None else devices):
@@ -248,53 +217,42 @@ def parallel_apply(
             f"expected inputs, kwargs and devices for each of {len(replicas)} replicas; got {len(inputs)}"
             f" inputs, {len(kwargs)} kwargs and {'no' if devices is None else len(devices)} devices"
         )
-    args = [tuple(i) if isinstance(i, (list, tuple)) else (i,) for i in inputs]
-    targets: list[torch.device | None]
-    if devices is not None:
-        targets = [as_device(device) for device in devices]
+    if devices is None:
+        targets = [_device_of(given) for given in zip(inputs, kwargs, strict=True)]
     else:
-        tensors = [next(named_tensors(both, ""), None) for both in zip(args, kwargs, strict=True)]
-        targets = [found and found[1].device for found in tensors]
-    settings = _caller_settings(targets)
-    outputs: dict[int, Any] = {}
-    errors: dict[int, BaseException] = {}
+        targets = [_as_device(device) for device in devices]
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    autocast = {t: torch.get_autocast_dtype(t) for t in ("cpu", "cuda") if torch.is_autocast_enabled(t)}
+    streams = [
+        torch.cuda.current_stream(target) if target is not None and target.type == "cuda" else None
+        for target in targets
+    ]
 
-    def run(index: int) -> None:
-        try:
-            with settings(targets[index]):
-                outputs[index] = replicas[index](*args[index], **kwargs[index])
-        except BaseException as error:  # noqa: BLE001 (any error is raised by the caller)
-            errors[index] = error
+    def run(index: int) -> Any:
+        with ExitStack() as settings:
+            settings.enter_context(torch.inference_mode(inference))
+            settings.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in autocast.items():
+                settings.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            if streams[index] is not None:
+                settings.enter_context(torch.cuda.stream(streams[index]))
+            given = inputs[index]
+            args = given if isinstance(given, (list, tuple)) else (given,)
+            try:
+                return replicas[index](*args, **kwargs[index])
+            except BaseException as error:
+                error.add_note(f"raised by replica {index} on {targets[index] or 'no device'}")
+                raise
 
     if len(replicas) == 1:
-        run(0)
-    else:
-        with ExitStack() as started:  # ends once these have, also where one cannot be started
-            for index in range(len(replicas)):
-                thread = threading.Thread(target=run, args=(index,), name=f"replica {index}")
-                thread.start()
-                started.callback(thread.join)
-    if not errors:
-        return [outputs[index] for index in range(len(replicas))]
-    index = min(errors)
-    error = errors[index]
-    outputs.clear()
-    errors.clear()  # the traceback holds `run`, which holds `errors`: a circle would keep the replicas alive
-    if not isinstance(error, Exception):
-        raise error  # such as SystemExit, whose argument is no message
-    raise _with_index(error, index, targets[index]) from error
+        return [run(0)]
+    with ThreadPoolExecutor(max(1, len(replicas)), thread_name_prefix="replica") as threads:
+        return list(threads.map(run, range(len(replicas))))
 
 
-def _with_index(error: Exception, index: int, device: torch.device | None) -> Exception:
-    place = f"replica {index}" + (f" on {device}" if device is not None else "")
-    kind = type(error)
-    try:
-        rebuilt = kind(f"{place}: {error}")
-        if type(rebuilt) is kind and place in str(rebuilt):
-            return rebuilt
-    except Exception:  # noqa: BLE001, S110 (its constructor takes something else, and may do anything)
-        pass
-    return ReplicaError(f"{place} raised {kind.__name__}: {error}")
+def _device_of(arguments: Any) -> torch.device | None:
+    return next((leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
 
 
 # ---------------------------------------------------------------------- batches over devices
@@ -303,9 +261,9 @@ def _with_index(error: Exception, index: int, device: torch.device | None) -> Ex
 def scatter(inputs: T, devices: Sequence[Device], dim: int = 0) -> list[T]:
     """Split every tensor in nested containers into chunks along `dim`, one per device.
 
-    Containers are tuples, namedtuples, lists, dicts and dataclasses. All else is repeated, as the same
-    object. A batch of 3 on 2 devices gives chunks of 2 and 1; a batch of 1 gives one chunk. Chunks are
-    copies, and gradients flow through them to the input. One device: whole tensors, moved there.
+    Containers are tuples, namedtuples, lists and dicts. All else is repeated, as the same object. A batch of
+    3 on 2 devices gives chunks of 2 and 1; a batch of 1 gives one chunk. Chunks are copies, and gradients
+    flow through them to the input. One device: whole tensors, moved there.
 
     >>> [x.tolist() for x, _ in scatter((torch.tensor([1, 2, 3]), "text"), ["cpu", "cpu"])]
     [[1, 2], [3]]
@@ -316,28 +274,47 @@ def scatter(inputs: T, devices: Sequence[Device], dim: int = 0) -> list[T]:
     Raises:
         ConfigurationError: a tensor has no dimension `dim`, or tensors have different numbers of chunks.
     """
-    return _scatter(inputs, as_devices(devices), dim, "inputs")
+    targets = _as_devices(devices)
+    leaves, structure = tree_flatten_with_path(inputs)
+    chunks: list[Sequence[Tensor] | None] = []
+    named: dict[int, str] = {}
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            name = f"inputs{keystr(path)} of shape {tuple(leaf.shape)}"
+            split = _split(leaf, len(targets), dim, name)
+            named.setdefault(len(split), name)
+        chunks.append(split if isinstance(leaf, Tensor) else None)
+    if len(named) > 1:
+        found = "; ".join(f"{name}: {count}" for count, name in named.items())
+        raise ConfigurationError(
+            f"tensors fall into different numbers of chunks along dimension {dim} over {len(targets)} devices"
+            f" ({found}); expected the same number, so that each replica gets its part of all of them"
+        )
+
+    def piece(index: int, device: torch.device) -> T:
+        # Copies: an in-place change by one replica would spoil what the others saved for backward.
+        is_copy = len(targets) > 1
+        parts = [
+            leaf if chunk is None else chunk[index].to(device, copy=is_copy)
+            for chunk, (_, leaf) in zip(chunks, leaves, strict=True)
+        ]
+        result: T = tree_unflatten(parts, structure)
+        return result
+
+    used = next(iter(named), len(targets))
+    return [piece(index, device) for index, device in enumerate(targets[:used])]
 
 
-class _Arguments(NamedTuple):
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def scatter_kwargs(
-    inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, devices: Sequence[Device], dim: int = 0
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Scatter positional and keyword arguments into equally many results.
-
-    The side without tensors is repeated, or padded with `()` or `{}`. Without any argument: one call.
-
-    Raises:
-        ConfigurationError: as `scatter`, also between positional and keyword arguments.
-    """
-    if not inputs and not kwargs:
-        return [()], [{}]
-    pieces = _scatter(_Arguments(inputs, dict(kwargs or {})), as_devices(devices), dim, "")
-    return [piece.inputs for piece in pieces], [piece.kwargs for piece in pieces]
+def _split(tensor: Tensor, num_parts: int, dim: int, name: str) -> Sequence[Tensor]:
+    if num_parts == 1:
+        return [tensor]
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ConfigurationError(
+            f"{name} has no dimension {dim} along which to split it over {num_parts} devices. Pass a number"
+            " instead of a tensor, or expand it to the batch."
+        )
+    parts: Sequence[Tensor] = tensor.split(max(1, -(-tensor.size(dim) // num_parts)), dim)
+    return parts
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
@@ -351,134 +328,54 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
     """
     if not outputs:
         raise ConfigurationError("gather got no outputs; expected one for each replica")
-    return _gather(outputs, as_device(device), dim, "output")
+    target = _as_device(device)
+    opened = [tree_flatten_with_path(output) for output in outputs]
+    structure = opened[0][1]
+    if any(other != structure for _, other in opened):
+        found = "; ".join(", ".join(keystr(path) for path, _ in leaves) or "nothing" for leaves, _ in opened)
+        raise ConfigurationError(f"output holds different things in the replicas: {found}")
+    names = [f"output{keystr(path)}" for path, _ in opened[0][0]]
+    columns = zip(*([leaf for _, leaf in leaves] for leaves, _ in opened), strict=True)
+    joined = [_join(column, target, dim, name) for column, name in zip(columns, names, strict=True)]
+    return tree_unflatten(joined, structure)
 
 
-def _open(obj: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
-    """Return a container's items by their access text, and its rebuild function; None for a leaf."""
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):  # a namedtuple
-        return {f".{name}": getattr(obj, name) for name in obj._fields}, type(obj)._make  # type: ignore[attr-defined]
-    if isinstance(obj, (list, tuple)):
-        return {f"[{i}]": item for i, item in enumerate(obj)}, type(obj)
-    if isinstance(obj, MutableMapping):
-        return {f"[{key!r}]": value for key, value in obj.items()}, lambda values: _refilled(obj, values)
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        names = [field.name for field in dataclasses.fields(obj)]
-        return {f".{name}": getattr(obj, name) for name in names}, lambda v: _reset(obj, names, v)
-    return None
-
-
-def _refilled(mapping: MutableMapping[Any, Any], values: list[Any]) -> Any:
-    copied = copy.copy(mapping)  # of its own kind, such as a defaultdict
-    for key, value in zip(mapping, values, strict=True):
-        copied[key] = value
-    return copied
-
-
-def _reset(instance: Any, names: list[str], values: list[Any]) -> Any:
-    copied = copy.copy(instance)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(copied, name, value)  # a frozen one, too
-    return copied
-
-
-def named_tensors(obj: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(obj, Tensor):
-        yield path, obj
-    elif (opened := _open(obj)) is not None:
-        for name, item in opened[0].items():
-            yield from named_tensors(item, path + name)
-
-
-def _scatter(obj: T, devices: list[torch.device], dim: int, path: str) -> list[T]:
-    num_chunks: dict[int, str] = {}
-    for name, tensor in named_tensors(obj, path):
-        where = f"{name.lstrip('.')} of shape {tuple(tensor.shape)}"
-        if len(devices) > 1 and not -tensor.dim() <= dim < tensor.dim():
-            raise ConfigurationError(
-                f"{where} has no dimension {dim} along which to split it over {len(devices)} devices. Pass"
-                " a number instead of a tensor, or expand it to the batch."
-            )
-        size = tensor.size(dim) if len(devices) > 1 else 0
-        num_chunks.setdefault(max(1, -(-size // _chunk_size(size, len(devices)))), where)
-    if len(num_chunks) > 1:
-        found = "; ".join(f"{where}: {count}" for count, where in num_chunks.items())
-        raise ConfigurationError(
-            f"tensors fall into different numbers of chunks along dimension {dim} over {len(devices)} devices"
-            f" ({found}); expected the same number, so that each replica gets its part of all of them"
-        )
-    used = next(iter(num_chunks), len(devices))
-    return [_piece(obj, device, i, len(devices), dim) for i, device in enumerate(devices[:used])]
-
-
-def _chunk_size(size: int, num_devices: int) -> int:
-    return max(1, -(-size // num_devices))
-
-
-def _piece(obj: Any, device: torch.device, index: int, num_devices: int, dim: int) -> Any:
-    if isinstance(obj, Tensor):
-        if num_devices == 1:
-            return obj.to(device)
-        step = _chunk_size(obj.size(dim), num_devices)
-        chunk = obj.narrow(dim, index * step, min(step, obj.size(dim) - index * step))
-        # a copy: an in-place change by one replica would spoil what the others saved for backward
-        return chunk.to(device, copy=True)
-    if (opened := _open(obj)) is None:
-        return obj
-    items, build = opened
-    return build([_piece(item, device, index, num_devices, dim) for item in items.values()])
-
-
-def _gather(outputs: Sequence[Any], device: torch.device, dim: int, path: str) -> Any:
-    first = outputs[0]
-    if all(isinstance(other, Tensor) for other in outputs):
-        return _joined(outputs, device, dim, path)
-    if any(type(other) is not type(first) for other in outputs):
-        kinds = ", ".join(type(other).__name__ for other in outputs)
-        raise ConfigurationError(f"{path} is of different types in the replicas: {kinds}")
-    if (opened := _open(first)) is None:
+def _join(values: Sequence[Any], device: torch.device, dim: int, name: str) -> Any:
+    first = values[0]
+    if any(isinstance(value, Tensor) != isinstance(first, Tensor) for value in values):
+        kinds = ", ".join(type(value).__name__ for value in values)
+        raise ConfigurationError(f"{name} is of different types in the replicas: {kinds}")
+    if not isinstance(first, Tensor):
         is_plain = isinstance(first, (str, bytes, int, float))
-        if not all(other is first or (is_plain and other == first) for other in outputs):
-            found = ", ".join(repr(other) for other in outputs)
+        if not all(value is first or (is_plain and value == first) for value in values):
             raise ConfigurationError(
-                f"{path} is not a tensor and differs between the replicas: {found}. Return a tensor."
+                f"{name} is not a tensor and differs between the replicas: {', '.join(map(repr, values))}."
+                " Return a tensor."
             )
         return first
-    contents = [(_open(other) or ({}, None))[0] for other in outputs]
-    if any(other.keys() != contents[0].keys() for other in contents):
-        found = "; ".join(", ".join(other) or "nothing" for other in contents)
-        raise ConfigurationError(f"{path} holds different things in the replicas: {found}")
-    values = [_gather([other[n] for other in contents], device, dim, path + n) for n in contents[0]]
-    return opened[1](values)
+    moved = [value.to(device) for value in values]
+    if any(value.dim() for value in values):
+        return torch.cat(moved, dim) if len(moved) > 1 else moved[0]
+    warnings.warn(
+        f"{name} has no dimensions in any replica, so the result is a vector with one element per replica",
+        stacklevel=3,
+    )
+    return torch.stack(moved)
 
 
-def _joined(outputs: Sequence[Tensor], device: torch.device, dim: int, path: str) -> Tensor:
-    moved = [output.to(device) for output in outputs]
-    if all(output.dim() == 0 for output in outputs):
-        warnings.warn(
-            f"{path} has no dimensions in any replica, so the result is a vector with one element per"
-            " replica",
-            stacklevel=3,
-        )
-        return torch.stack(moved)
-    return torch.cat(moved, dim) if len(moved) > 1 else moved[0]
-
-
-def as_devices(devices: Sequence[Device] | None) -> list[torch.device]:
+def _as_devices(devices: Sequence[Device] | None) -> list[torch.device]:
     if devices is None:
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cpu")]
     if not devices:
         raise ConfigurationError("devices is empty; expected at least one, or None for all CUDA devices")
-    return [as_device(device) for device in devices]
+    return [_as_device(device) for device in devices]
 
 
-def as_device(device: Device) -> torch.device:
+def _as_device(device: Device) -> torch.device:
     """Return the device with its index, so that equal devices compare equal."""
     found = torch.device("cuda", max(device, 0)) if isinstance(device, int) else torch.device(device)
-    if found.type == "cpu":
-        return torch.device("cpu")
     if found.type != "cuda":
-        return found
+        return torch.device("cpu") if found.type == "cpu" else found
     count = torch.cuda.device_count()
     if (isinstance(device, int) and device < 0) or (found.index or 0) >= count:
         raise ConfigurationError(f"device {device!r} does not exist: this machine has {count} CUDA devices")

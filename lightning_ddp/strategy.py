@@ -1,13 +1,9 @@
-"""`CustomDDPStrategy`: the methods that Lightning calls, in calling order. Wiring, no algorithms.
-
-It is long because Lightning's interface is: set-up, data, steps, evaluation, checkpoints, collectives, end.
-"""
+"""`CustomDDPStrategy`: the methods that Lightning calls, in calling order. Wiring, no algorithms."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -61,7 +57,6 @@ if TYPE_CHECKING:
 __all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
-_log = logging.getLogger("lightning_ddp")
 _UNUSED = (
     "It looks like your LightningModule has parameters that were not used in the loss of training_step. If"
     ' this is intended, use Trainer(strategy="custom_ddp_find_unused_parameters_true") or'
@@ -72,8 +67,9 @@ _UNUSED = (
 class CustomDDPStrategy(StrategyCore, DDPStrategy):
     """Strategy for data-parallel training, with this package's launcher, supervision and gradient reducer.
 
-    Subclass of Lightning's `DDPStrategy`, with its arguments and those of `BucketedDDP`. There is no
-    `**kwargs`: an unknown name is a TypeError.
+    Subclass of Lightning's `DDPStrategy`, with its arguments and those of `BucketedDDP`, which describes
+    `bucket_cap_mb` to `skip_all_reduce_unused_params` and `transport`. There is no `**kwargs`: an unknown
+    name is a TypeError.
 
     Args:
         accelerator: Set by the Trainer.
@@ -81,93 +77,58 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         cluster_environment: Lightning's source of ranks and addresses; None to detect it.
         checkpoint_io: Lightning's plugin that reads and writes checkpoints; None for the default plugin.
         precision_plugin: Set by the Trainer.
-        ddp_comm_state: First argument of a `ddp_comm_hook` that is a function. A torch `PostLocalSGDState`
-            together with `model_averaging_period` is Lightning's spelling of the averager `post_local_sgd`.
+        ddp_comm_state: First argument of a `ddp_comm_hook` that is a function.
         ddp_comm_hook: Communication hook that reduces the gradient buckets, on CPU and CUDA; None for the
             plain mean. A name of `hooks.available_hooks`, a mapping with `name` and options, a list of them
             (outer to inner), or a function `hook(state, bucket)`.
         ddp_comm_wrapper: Function that wraps the hook, for example torch's `fp16_compress_wrapper`.
-        model_averaging_period: Optimizer steps between two averages of the parameters, in Lightning's
-            spelling; None unless `ddp_comm_state` is a `PostLocalSGDState`.
+        model_averaging_period: Only None; use `model_averaging`, which has the period as an option.
         process_group_backend: Backend of the process group, such as 'gloo' or 'nccl'; None for nccl on CUDA
-            and gloo elsewhere. A third-party backend must be registered
-            (`torch.distributed.Backend.register_backend`) in every process.
+            and gloo elsewhere.
         timeout: Time limit of a collective; None for the backend's default. A `timedelta` or seconds.
         start_method: How the processes of a node start: 'popen', 'spawn', 'fork' or 'forkserver'. 'popen'
-            runs the script again in child processes; the others run the Trainer's function in new
-            processes.
-        bucket_cap_mb: Largest size of a bucket in MiB; None for 25, or a smaller size between CPU ranks
-            on several hosts. The first bucket has at most 1 MiB.
-        gradient_as_bucket_view: If True, `.grad` is a view of the bucket after backward.
-        find_unused_parameters: If True, search in every step for parameters that take no part in the loss.
-        static_graph: If True, every step must have the graph of the first step, unused parameters included.
-        broadcast_buffers: When rank 0's buffers are copied to all ranks: 'auto' before a forward that reads
-            them, True before each forward, False never. BatchNorm reads its buffers in eval mode only. With
-            False wrapping does not copy them either.
-        init_sync: If True, wrapping compares the models of the ranks and broadcasts rank 0's state.
-        forward_sync_buffers: True or False as in `broadcast_buffers`, which it replaces: with False wrapping
-            still copies the buffers; None to use `broadcast_buffers`.
-        bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; the last
-            one holds for all further buckets. None to use `bucket_cap_mb`.
-        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
-            itself, None to choose by size.
-        skip_all_reduce_unused_params: With `find_unused_parameters`, skip buckets whose parameters are all
-            unused; all ranks must leave the same parameters unused.
+            runs the script again in child processes; the others run the Trainer's function in new processes.
         uneven_inputs: What `fit` does when a rank runs out of training batches before the other ranks:
-            'join', 'error' or None. With 'join' that rank repeats its last batch until all ranks have run
-            out, so that every rank takes every optimizer step. The repeated batch adds zeros to the
-            gradients, is left out of what `self.log` collects and of `strategy.reduce` in training_step, and
-            leaves buffers and torchmetrics as they were. Layers and user code that communicate, such as
-            SyncBatchNorm, see the repeated batch; so do values that are logged on_step without sync_dist.
-            With 'error' all ranks raise at that step. Both cost one small all-reduce per step, for which the
-            CPU thread waits. With None nothing is checked, and ranks with different numbers of batches hang.
+            'join', 'error' or None. With 'join' that rank repeats its last batch with zero gradients until
+            all have run out. With 'error' all ranks raise at that step. With None nothing is checked, and
+            the others hang.
         divide_by_initial_world_size: With uneven_inputs='join', divide gradients by the number of all ranks;
             if False, by the number of ranks that still have batches.
         heartbeat_timeout_s: Seconds without a heartbeat after which a node counts as lost (at least 2).
         failure_grace_s: Seconds that a process has to exit after a failure, before its stacks are printed
             and it is killed.
         stall_timeout: Longest time without progress of a rank that waits for no other rank, after which it
-            counts as failed; None for no limit. For example, its process is suspended or its data loader
-            hangs. A `timedelta` or seconds; must be longer than the longest step, validation batch or
-            checkpoint.
+            counts as failed; None for no limit. A `timedelta` or seconds, longer than the longest step,
+            validation batch or checkpoint.
         model_averaging: Local training with averaged parameters: a name of `averaging.available_averagers`,
             or a mapping with `name` and options; None to average gradients in every step.
-        transport: How gradients and averaged parameters of CPU ranks travel: 'auto', 'shared_memory' or
-            'gloo'. 'auto' uses shared memory within a host, and gloo among one rank of each host; gloo alone
-            where shared memory is not available. 'shared_memory' does the same, but raises an error there.
-            'gloo' never uses shared memory.
-        init_method: Address at which the processes rendezvous; None for the launching process's store, or
-            `env://` under torchrun and SLURM. `tcp://host:port`: the first node listens there, instead of at
-            MASTER_ADDR and MASTER_PORT. `file:///path` is a file that all processes reach, a new one for each
-            run: if a crashed run left the file behind, an error names it. On several nodes every form also
-            needs MASTER_ADDR and MASTER_PORT, for the control channel.
+        init_method: Address at which the processes rendezvous, `tcp://host:port` or `file:///path`; None for
+            the launching process's store, or `env://` under torchrun and SLURM. On several nodes every form
+            also needs MASTER_ADDR and MASTER_PORT, for the control channel.
         store: A `torch.distributed.Store` that all processes reach, made by the script in each process; None
-            to use `init_method`. Needs start_method='popen', as stores cannot be sent to new processes.
-        debug: 'detail' compares every collective across ranks before it starts (purpose, shapes, dtypes,
-            order); None compares only collectives in which ranks have waited for 5 s. With 'detail' a
-            difference is an error on all ranks before any data moves, at the cost of a round trip over the
-            control channel per collective.
+            to use `init_method`. Needs start_method='popen'.
+        debug: 'detail' compares every collective across ranks before it starts: purpose, shapes, dtypes and
+            order. That costs a round trip each. None compares only collectives in which ranks have waited
+            for 5 s.
         on_failure: What happens when a rank is lost: 'stop', 'shrink' or 'replace'. 'stop' ends the run on
             all ranks, 'shrink' continues the same `fit` with the remaining ranks, 'replace' also starts a new
-            process for each lost rank. Training continues from the interrupted step, with the rest of the
-            epoch redistributed over the ranks. A mapping with `name` and options: `min_world_size`,
+            process for each lost rank. A mapping with `name` and options: `min_world_size`,
             `max_recoveries`, `batch`, `exceptions`; of 'replace' also `wait_s`.
         on_preemption: What happens when a rank gets SIGTERM: 'stop' or 'leave'. 'stop' stops all ranks at a
-            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue. It
-            needs `on_failure` 'shrink' or 'replace'; no step is repeated. A mapping with `name` and `signal`:
-            the signal to react to instead of SIGTERM, such as 'SIGUSR1'.
+            step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue: it
+            needs `on_failure` 'shrink' or 'replace'. A mapping with `name` and `signal`: the signal to react
+            to instead of SIGTERM, such as 'SIGUSR1'.
         emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
-            fit; a path is the folder to save to. The lowest remaining rank saves it, and the failure report
-            names the file `emergency-step=N.ckpt`. True uses a folder `emergency` beside that of the
-            Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA this needs
-            `on_failure` 'shrink' or 'replace'.
+            fit; a path is the folder. The file is `emergency-step=N.ckpt`. True uses a folder `emergency`
+            beside that of the Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA
+            this needs `on_failure` 'shrink' or 'replace'.
 
     Raises:
         ConfigurationError: An argument cannot be used.
         TypeError: An argument is unknown.
     """
 
-    _session: JobContext | None = None
+    _context: JobContext | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _observer: StepObserver = StepObserver()
@@ -237,8 +198,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             model_averaging_period=model_averaging_period,
             **options,
         )
-        recovery = self._reconcile_settings.recovery
-        if self._reconcile_settings.preemption is not None and recovery is None:
+        recovery = self._supervision.recovery
+        if self._supervision.preemption is not None and recovery is None:
             raise ConfigurationError(
                 "on_preemption='leave' requires the other ranks to continue. Set on_failure='shrink' or"
                 " on_failure='replace'."
@@ -268,22 +229,21 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
         reset_seed()
         self.set_world_ranks()
-        session, settings = job_context(), self._reconcile_settings.recovery
-        calls = session.control.calls
-        if calls is not None and self.lightning_module is not None:
+        context, settings = job_context(), self._supervision.recovery
+        calls = context.control.calls
+        if calls is not None and calls.state.generation and self.lightning_module is not None:
             from lightning_ddp.elastic.refusals import check_next_run
 
-            trainer, generation = self.lightning_module.trainer, calls.state.generation
-            check_next_run(trainer, generation=generation, is_same=self._world is not None)
+            check_next_run(self.lightning_module.trainer, is_same=self._world is not None)
         if settings is not None and self.root_device.type == "cuda":
-            session.control.outlive_watchdog()
-        self._join(session)
+            context.control.outlive_watchdog()
+        self._join(context)
         if self._journal is None and isinstance(settings, ReplaceSettings):
             from lightning_ddp.elastic.takeover import Journal
 
-            if session.is_joining:  # until this process has joined, another process is rank 0
+            if context.is_joining:  # until this process has joined, another process is rank 0
                 read_rank_again(max(1, self.global_rank), self.local_rank)
-            self._journal = Journal(session)
+            self._journal = Journal(context)
 
     def setup(self, trainer: Trainer) -> None:
         """Move the model to its device, wrap it for fitting, and create optimizers.
@@ -292,11 +252,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """
         assert self.accelerator is not None
         assert self.model is not None
-        assert self._session is not None
+        assert self._context is not None
         from lightning_ddp.launch.step_stop import StepStop
 
         self.accelerator.setup(trainer)
-        self._stopping = self._stopping or StepStop(self._session)
+        self._stopping = self._stopping or StepStop(self._context)
         self._stopping.attach(trainer)
         fits = is_fitting(trainer)
         batch_norm = layer_sync(self)
@@ -310,7 +270,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._setup_observer(trainer)
             self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
-            from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+            from lightning_ddp.comm.collectives import broadcast_coalesced
 
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
@@ -354,105 +314,92 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return arguments
 
     def _setup_observer(self, trainer: Trainer) -> None:
-        assert self._session is not None
-        ours, settings = self._session.control, self._reconcile_settings.recovery
-        folder = self._emergency_checkpoint
+        """Choose what is done about lost ranks in this fit, and about its last step if they end it."""
+        assert self._context is not None
+        ours, settings = self._context.control, self._supervision.recovery
         if ours.calls is not None and settings is not None and not self._observer.repeats_steps:
             self._observer = self._new_recovery(trainer, settings)
+        self._observer.begin_fit()
         # After an abort of NCCL, parameters may include partly averaged gradients, unless each update waits
         # for the gradients.
         is_exact = self.root_device.type == "cpu" or self._observer.repeats_steps
-        self._observer.begin_fit()
+        folder = self._emergency_checkpoint
         if folder is False or ours.watch is None or not is_exact:
             return
         from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver
 
-        if not self._observer.repeats_steps and self._observer.trainer is not trainer:
-            self._observer = EmergencyObserver(trainer, self._communication, self._session)
-        assert self._observer.ledger is not None
-        EmergencyCheckpoint(
-            trainer,
-            self._observer.ledger,
-            None if folder is True else str(folder),
-            complete=lambda checkpoint, path: rank_files.add_shared(
-                self._communication, checkpoint, path, self.world_size
-            ),
-            ours=ours,
-        )
+        ledger = self._observer.ledger
+        if ledger is None or (not self._observer.repeats_steps and ledger.trainer is not trainer):
+            self._observer = EmergencyObserver(trainer, self._communication, self._context)
+            ledger = self._observer.ledger
+        EmergencyCheckpoint(ledger, None if folder is True else str(folder), ours)
 
     def _new_recovery(self, trainer: Trainer, settings: RecoverySettings) -> Recovery:
         from lightning_ddp.elastic.recovery import Recovery
         from lightning_ddp.elastic.refusals import check_training
 
-        assert self._session is not None
+        assert self._context is not None
         assert self._stopping is not None
         check_training(
             trainer,
             settings,
             num_nodes=self.num_nodes,
             start_method=self._chosen_start_method,
-            is_external=self._session.rendezvous.where is None,
+            is_external=self._context.rendezvous.where is None,
             device_type=self.root_device.type,
             is_averaging=self._communication.averager_plan is not None,
         )
         recovery = Recovery(
-            self._session,
+            self._context,
             trainer,
             self._communication,
             keeps_global=settings.batch == "global",
             is_uneven=self._uneven_inputs is not None,
-            meet=self._meet_again,
-            boundary=self._stopping.check,
             group=self._joined_group,
+            meet=self._meet_again,
+            stop=self._stopping,
             journal=self._journal,
         )
         recovery.wait_for_others()
         return recovery
 
-    def _meet_again(self, new: NewGeneration) -> Group:
-        """Create the process group of a generation, and all that depends on it.
-
-        Collective: all ranks must call it.
-        """
+    def _meet_again(self, new: NewGeneration) -> None:
+        """Create the process group of a generation, and all that depends on it; all ranks must call it."""
         from lightning_ddp.elastic.regroup import meet_again, take_rank
 
-        assert self._session is not None
-        rank, self._local_rank = take_rank(self._session, new, self.num_processes)
+        context = self._context
+        assert context is not None
+        rank, self._local_rank = take_rank(context, new, self.num_processes)
         self._world = rank, len(new.members)
         self.set_world_ranks()
         # Five times this is less than failure_grace_s, after which a rank counts as lost. Between nodes,
         # messages may take seconds.
         part = 10 if self.num_nodes == 1 else 1
         group = meet_again(
-            self._session,
+            context,
             choose_backend(self),
             len(new.members),
             timeout=self._group_timeout,
-            meet_within=timedelta(seconds=self._reconcile_settings.failure_grace_s / part),
+            meet_within=timedelta(seconds=self._supervision.failure_grace_s / part),
             device=self.root_device,
         )
-        ours = self._session.control
-        self._group = Group(group, ours.interrupt, transport=self._transport)
+        self._group = Group(group, context.control.interrupt, transport=self._transport)
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
             wrapper.update_process_group(group)
         self._communication.rejoin(self._group, self.root_device)
         if self._lockstep is not None:
             self._lockstep.rejoin(self._group)
-        if self._session.is_joining:
-            self._session.is_joining = False
-            ours.inspector.compare_before_each(self._debug == "detail")
-        return self._group
+        if context.is_joining:
+            context.is_joining = False
+            context.control.inspector.compare_before_each(self._debug == "detail")
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
         """Wrap `model` in `BucketedDDP`, which is no subclass of torch's DistributedDataParallel."""
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Register the communication hook, on every device type.
-
-        Collective: all ranks must call it.
-        """
+        """Register the communication hook, on every device type; all ranks must call it."""
         wrapper = as_wrapper(self.model)
         assert wrapper is not None
         self._register_hook(wrapper, self._communication)
@@ -517,13 +464,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """Run the module's `training_step` in the wrapper's forward."""
         assert self.lightning_module is not None
         lockstep = self._lockstep
-        with contextlib.nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
+        with nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
             output = super().training_step(*args, **kwargs)
         self._observer.end_forward(output)
         return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """With manual optimization, make the next backward pass a synchronized one."""
+        """Make the next backward pass of manual optimization a synchronized one."""
         wrapper = as_wrapper(self.model)
         if wrapper is not None and not self._is_automatic():
             wrapper.prepare_for_backward(closure_loss)
@@ -531,10 +478,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Run backward through the precision plugin; communicates unless gradients accumulate.
-
-        With zeros on a rank that repeats its last batch.
-        """
+        """Run backward (communicates), with zeros on a rank that repeats its last batch."""
         if self._lockstep is not None:
             closure_loss = self._lockstep.scale(closure_loss)
         closure_loss = self._observer.begin_backward(closure_loss)
@@ -559,26 +503,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Take a step; with model averaging, count it and average if it is due (then communicates)."""
-        averager = self._communication.averager
-        if isinstance(optimizer, torch.optim.LBFGS) and self._communication.averages_gradients:
+        if isinstance(optimizer, torch.optim.LBFGS) and not self._communication.is_local:
             closure = partial(self._mean_loss, closure)
-        # in local training a step counts also if the loss scaler skips it
-        is_asked = averager is not None and averager.averages_gradients
-        before = self._loss_scale() if is_asked else 1.0
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if averager is not None:  # a loss scaler that skips a step lowers its scale
-            was_skipped = is_asked and self._loss_scale() < before
-            self._communication.after_step(optimizer, was_skipped=was_skipped)
+        take = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        output = self._step([self._communication], optimizer, take)
         self._observer.end_step()
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """Return the mean loss over the ranks, which belongs to averaged gradients.
-
-        With it an optimizer calls its closure equally often on all ranks, so that collectives match.
-
-        Collective: all ranks must call it.
-        """
+        """Return the mean loss over the ranks: with it all call the closure equally often."""
         loss = closure()
         if loss is not None:
             loss = self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
@@ -587,16 +520,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _is_automatic(self) -> bool:
         return self.lightning_module is None or self.lightning_module.automatic_optimization
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Keep gradients of backward passes in this context on their rank (Lightning's accumulation)."""
         wrapper = as_wrapper(self.model)
-        with contextlib.nullcontext() if wrapper is None else wrapper.no_sync():
-            yield
+        return nullcontext() if wrapper is None else wrapper.no_sync()
 
-    @contextlib.contextmanager
-    def no_backward_sync(self, enabled: bool = True) -> Generator[None, None, None]:
-        """With manual optimization, keep gradients of `manual_backward` in this context on their rank.
+    def no_backward_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Keep gradients of `manual_backward` in this context on their rank, with manual optimization.
 
         They are averaged together with those of the next backward outside, which has to be the last before
         the optimizer step. All ranks must use it alike.
@@ -613,13 +543,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 "no_backward_sync is for manual optimization. With automatic optimization backward comes"
                 " after training_step, where it has no effect. Use Trainer(accumulate_grad_batches=...)."
             )
-        with self.block_backward_sync() if enabled else contextlib.nullcontext():
-            yield
+        return self.block_backward_sync() if enabled else nullcontext()
 
     # ------------------------------------------------------------------ evaluation and end of training
 
     def on_validation_start(self) -> None:
-        """In local training, average the parameters and buffers over all ranks before validation.
+        """Average the parameters and buffers over all ranks before validation, in local training.
 
         Collective: all ranks must call it.
         """
@@ -671,9 +600,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint, and a file per rank if the hook or averager has state.
-
-        Communicates with such files only; see `rank_files`.
+        """Write the checkpoint, and a file per rank if the hook or averager has state; see `rank_files`.
 
         Collective: all ranks must call it.
         """
@@ -712,18 +639,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             rank_files.remove_files(filepath, self.global_rank)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore optimizers, hook and averager; log each item that could not be restored.
-
-        Outside a run, such as in the main process after a run in spawned processes, only optimizers.
-        """
+        """Restore optimizers, and in a run hook and averager; log each item that could not be restored."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._is_alone():
-            return
-        assert self.lightning_module is not None
-        names = [name for name, _ in self.lightning_module.named_parameters()]
-        read, path, group = self.checkpoint_io.load_checkpoint, self._resumed_from, self._joined_group()
-        for note in rank_files.load_state(self._communication, dict(checkpoint), path, group, names, read):
-            _log.warning("resuming from %s: %s", path, note)
+        if not self._is_alone():
+            assert self.lightning_module is not None
+            self._load_state(self._communication, self.lightning_module, dict(checkpoint), self._resumed_from)
 
     # ------------------------------------------------------------------ collectives
 
@@ -732,43 +652,19 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._observer.is_alone or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective; use this rank's own value if a peer was lost after the step was committed.
-
-        Before the first epoch the result may come from the journal.
-        """
-        try:
-            if self._journal is not None and kind is not None:
-                result: T = self._journal.result(kind, call)
-            else:
-                result = call()
-            self._observer.settle_hook()
-            return result
-        except Exception as error:
-            if not self._observer.finishes_alone(error):
-                raise
-            return alone()
+        """Run a collective, or take its result from the journal, or the own value if a peer is lost."""
+        if self._journal is not None and kind is not None:
+            call = partial(self._journal.result, kind, call)
+        return self._observer.together(call, alone)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait until all ranks have called it; does nothing before launch and after a failure."""
         if self._journal is not None and self._journal.is_read:  # a barrier has no result
             return
-        wait = partial(super().barrier, name)
         if name in FIRST_BARRIERS and self._is_training():
-            self._observer.repeat(wait)
+            self._observer.repeat(partial(super().barrier, name))
         else:
-            self._together(None, wait, lambda: None)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object that rank `src` passed; before launch and after a failure, return `obj`."""
-        return self._together("broadcast", partial(super().broadcast, obj, src), lambda: obj)
-
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        """Stack the tensors of all ranks along a new first dimension, in rank order."""
-        return self._together(
-            "all_gather", partial(super().all_gather, tensor, group, sync_grads), lambda: tensor.unsqueeze(0)
-        )
+            super().barrier(name)
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
         """Reduce over all ranks, or in a step with uneven inputs over the ranks with a batch."""

@@ -1,18 +1,17 @@
-"""`StrategyCore`: the common part of the strategies for the Trainer and for Fabric.
-
-Options, the launcher, the process group, the wrapper with its hook, collectives. What Lightning calls in the
-Trainer alone is in `strategy.py`, what it calls in Fabric in `fabric.py`.
-"""
+"""`StrategyCore`: the common part of the strategies for the Trainer and for Fabric."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
+import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import adopt, bind_like, choose_backend, set_launcher
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
 
 T = TypeVar("T")
+_log = logging.getLogger("lightning_ddp")
 FunctionMethod = Literal["spawn", "fork", "forkserver"]
 """Start methods that run a function of this process; all others run the script again."""
 StartMethod = Literal["popen", FunctionMethod]
@@ -58,17 +58,20 @@ _OF_WRAPPER = (
     "static_graph",
     "broadcast_buffers",
     "init_sync",
+    "forward_sync_buffers",
+    "bucket_cap_mb_list",
+    "batched_grad_copy",
     "skip_all_reduce_unused_params",
+    "transport",
 )
-_OF_WRAPPER_IF_GIVEN = ("bucket_cap_mb_list", "batched_grad_copy", "forward_sync_buffers")
 
 
 class StrategyCore:
     """Base of the strategies, placed before Lightning's own class."""
 
-    _session: JobContext | None = None
+    _context: JobContext | None = None
     _group: Group | None = None
-    _reconcile_settings: SupervisionSettings
+    _supervision: SupervisionSettings
     _wrapper_options: dict[str, Any]
 
     if TYPE_CHECKING:  # Lightning's
@@ -76,6 +79,7 @@ class StrategyCore:
         cluster_environment: Any
         num_nodes: Any
         num_processes: Any
+        checkpoint_io: Any
 
         def _scaler(self) -> Any:
             """Return the loss scaler of mixed precision, or None."""
@@ -107,7 +111,7 @@ class StrategyCore:
         check_broadcast_buffers(given["broadcast_buffers"])
         bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # raises early
         self._group_timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._reconcile_settings = SupervisionSettings(
+        self._supervision = SupervisionSettings(
             heartbeat_timeout_s=in_seconds("heartbeat_timeout_s", given["heartbeat_timeout_s"]),
             failure_grace_s=in_seconds("failure_grace_s", given["failure_grace_s"]),
             stall_timeout_s=stall_timeout_s,
@@ -118,11 +122,7 @@ class StrategyCore:
         self._transport, self._debug = given["transport"], given["debug"]
         self._chosen_start_method = given["start_method"]
         self._wrapper_options = {name: given[name] for name in _OF_WRAPPER}
-        self._wrapper_options |= {
-            name: given[name] for name in _OF_WRAPPER_IF_GIVEN if given[name] is not None
-        }
-        of_lightning = {name: given[name] for name in _OF_LIGHTNING} | {"timeout": self._group_timeout}
-        return of_lightning | self._wrapper_options
+        return {name: given[name] for name in _OF_LIGHTNING} | {"timeout": self._group_timeout}
 
     # ------------------------------------------------------------------ launch and set-up
 
@@ -142,7 +142,32 @@ class StrategyCore:
         """True if each rank runs the script, instead of a function that is sent to it."""
         return self._chosen_start_method not in get_args(FunctionMethod)
 
+    def _settle_nodes(self) -> None:
+        """Take the numbers of nodes and devices from the engine where the script leaves them open."""
+        from lightning_ddp.launch.environment import settle_nodes
+
+        if type(self.cluster_environment).__name__ != "LightningEnvironment":
+            return  # ranks that an engine has started, or the user's own environment
+        own: Any = self  # of the class after this one
+        devices = own.parallel_devices or []
+        available = self.accelerator.auto_device_count()
+        settled = settle_nodes(self.num_nodes, len(devices), is_open=len(devices) == available)
+        if settled == (self.num_nodes, len(devices)):
+            return
+        self.num_nodes, num_devices = settled
+        if num_devices != len(devices):
+            is_cpu = devices[0].type == "cpu"
+            if not is_cpu and num_devices > available:
+                raise ConfigurationError(
+                    f"the engine asks for {num_devices} devices of each node, but {available} are here"
+                )
+            own.parallel_devices = devices[:1] * num_devices if is_cpu else devices[:num_devices]
+        environment: Any = self.cluster_environment
+        environment.set_world_size(self.num_nodes * num_devices)
+        environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
+
     def _configure_launcher(self) -> None:
+        self._settle_nodes()
         launcher: ScriptLauncher | MultiprocessLauncher
         if self._runs_script:
             from lightning_ddp.launch.launcher import ScriptLauncher
@@ -152,7 +177,7 @@ class StrategyCore:
                 self.cluster_environment,
                 self.num_processes,
                 self.num_nodes,
-                self._reconcile_settings,
+                self._supervision,
                 self._init_method,
                 self._group_timeout,
             )
@@ -160,39 +185,33 @@ class StrategyCore:
             from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
 
             launcher = bind_like(self, MultiprocessLauncher)(
-                self, self._chosen_start_method, self._reconcile_settings, self._init_method
+                self, self._chosen_start_method, self._supervision, self._init_method
             )
         set_launcher(self, launcher)
 
-    def _join(self, session: JobContext) -> None:
-        """Join the process group of the run; return once all ranks have joined.
+    def _join(self, context: JobContext) -> None:
+        """Join the process group of the run; return once all ranks have joined."""
+        from lightning_ddp.launch.job_context import Joining
 
-        Collective: all ranks must call it.
-        """
-        from lightning_ddp.launch.joining import Joining
-
-        self._session = session
+        self._context = context
         joining = Joining(
-            context=session,
+            context=context,
             backend=choose_backend(self),
             environment=self.cluster_environment,
             num_nodes=self.num_nodes,
             timeout=self._group_timeout,
             device=self.root_device,
-            settings=self._reconcile_settings,
+            settings=self._supervision,
             init_method=self._init_method,
             given_store=self._given_store,
         )
         group = joining.group()
-        session.control.inspector.set_deadline(self._group_timeout)
-        session.control.inspector.compare_before_each(self._debug == "detail" and not session.is_joining)
-        self._group = Group(group, session.control.interrupt, transport=self._transport)
+        context.control.inspector.set_deadline(self._group_timeout)
+        context.control.inspector.compare_before_each(self._debug == "detail" and not context.is_joining)
+        self._group = Group(group, context.control.interrupt, transport=self._transport)
 
     def _wrap(self, model: torch.nn.Module) -> BucketedDDP:
-        """Wrap `model` in this package's DDP.
-
-        Collective: all ranks must call it.
-        """
+        """Wrap `model` in this package's DDP; all ranks must call it."""
         from lightning_ddp.ddp.module import BucketedDDP
 
         group = self._joined_group()
@@ -202,17 +221,12 @@ class StrategyCore:
             model,
             device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
             process_group=group.process_group,
-            raises_at_once=True,
             interrupt=group.interrupt,
-            transport=self._transport,
             **self._wrapper_options,
         )
 
     def _register_hook(self, wrapper: BucketedDDP, communication: Communication) -> None:
-        """Register the communication hook, on every device type.
-
-        Collective: all ranks must call it.
-        """
+        """Register the communication hook, on every device type; all ranks must call it."""
         communication.register(
             wrapper,
             self._joined_group(),
@@ -221,6 +235,26 @@ class StrategyCore:
             loss_scale=self._loss_scale_of_gradients,
             scaler=self._scaler,
         )
+
+    def _step(self, communications: Sequence[Communication], optimizer: Any, take: Callable[[], Any]) -> Any:
+        """Take a step of an optimizer; count it and average if it is due (then communicates)."""
+        averaging = [each for each in communications if each.averager is not None]
+        # in local training a step counts also if the loss scaler skips it, for which it lowers its scale
+        is_asked = any(not each.is_local for each in averaging)
+        before = self._loss_scale() if is_asked else 1.0
+        output = take()
+        for communication in averaging:
+            communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
+        return output
+
+    def _load_state(
+        self, communication: Communication, module: torch.nn.Module, checkpoint: dict[str, Any], path: Any
+    ) -> None:
+        """Restore hook and averager; log each item that could not be restored."""
+        names = [name for name, _ in module.named_parameters()]
+        group, read = self._joined_group(), self.checkpoint_io.load_checkpoint
+        for note in rank_files.load_state(communication, checkpoint, path, group, names, read):
+            _log.warning("resuming from %s: %s", path, note)
 
     def _loss_scale(self) -> float:
         """Return the current loss scale of mixed precision; the host waits for the device."""
@@ -256,12 +290,16 @@ class StrategyCore:
 
     def _is_alone(self) -> bool:
         """Return True if no peer takes part in collectives: before launch and after a failure."""
-        return self._group is None or (self._session is not None and self._session.control.is_over)
+        return self._group is None or (self._context is not None and self._context.control.is_over)
+
+    def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """Run a collective of some kind; `alone` returns this rank's own value."""
+        return call()
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait until all ranks have called it; does nothing before launch and after a failure."""
-        if self._group is not None and not self._is_alone():
-            barrier(self._group, self.root_device, name)
+        if (group := self._group) is not None and not self._is_alone():
+            self._together(None, lambda: barrier(group, self.root_device, name), lambda: None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object that rank `src` passed; before launch and after a failure, return `obj`.
@@ -270,31 +308,33 @@ class StrategyCore:
 
         Collective: all ranks must call it.
         """
-        if self._group is None or self._is_alone():
+        if (group := self._group) is None or self._is_alone():
             return obj
-        received: T = broadcast_nested(self._group, obj, src, self.root_device, label="broadcast")
-        return received
+
+        def send() -> T:
+            received: T = broadcast_nested(group, obj, src, self.root_device, label="broadcast")
+            return received
+
+        return self._together("broadcast", send, lambda: obj)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor, or every tensor of nested dicts, lists and tuples, over the ranks.
+        """Reduce a tensor, or every tensor of nested dicts, lists and tuples, over the ranks, in place.
 
-        In place, with one collective for all tensors of a dtype. The mean of integers is computed in floating
-        point and written back as integers, as in Lightning. Other objects are returned unchanged.
+        The mean of integers is computed in floating point and written back as integers, as in Lightning.
 
         Collective: all ranks must call it.
 
         Args:
             tensor: a tensor or a nested container, of the same form on all ranks.
-            group: a process group, or a `comm.Group` such as `comm.node_group` makes; None for all ranks.
+            group: a process group, or a `comm.Group`; None for all ranks.
             reduce_op: 'sum', 'mean' (or 'avg'), 'min', 'max', 'product', or a `ReduceOp`.
 
         Raises:
             ConfigurationError: the name of the operation is unknown.
         """
         leaves = [leaf for leaf in tree_leaves(tensor) if isinstance(leaf, torch.Tensor)]
-        if self._group is None or not leaves or self._is_alone():
-            return tensor
-        self._reduce(self._group_of(group), leaves, reduce_op)
+        if leaves and self._group is not None and not self._is_alone():
+            self._reduce(self._group_of(group), leaves, reduce_op)
         return tensor
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
@@ -307,29 +347,25 @@ class StrategyCore:
     def all_gather(
         self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """Stack the tensors of all ranks along a new first dimension, in rank order.
+        """Stack the tensors of all ranks, of one shape and dtype, along a new first dimension, in rank order.
 
-        Args:
-            tensor: the same shape and dtype on all ranks.
-            group: a process group; None for all ranks.
-            sync_grads: True to let gradients flow back to the contributing ranks.
+        With `sync_grads` gradients flow back to the contributing ranks.
         """
         if self._group is None:
             return tensor
         if self._is_alone():
             return tensor.unsqueeze(0)
-        return all_gather(self._group_of(group), tensor, sync_grads=sync_grads)
+        over = self._group_of(group)
+        gather = partial(all_gather, over, tensor, sync_grads=sync_grads)
+        return self._together("all_gather", gather, lambda: tensor.unsqueeze(0))
 
     def reconciliate_processes(self, trace: str) -> None:
-        """End the run on all ranks, with `trace` as the reason (a method of Lightning 1.5).
+        """End the run on all ranks: all raise `PeerFailure` in their main thread (a method of Lightning 1.5).
 
-        Any rank may call it, alone. All ranks, this one included, raise `PeerFailure` in their main thread.
-
-        Args:
-            trace: a formatted traceback, or any text; its last line is the message.
+        Any rank may call it, alone. The last line of `trace`, a traceback or any text, is the message.
         """
-        if self._session is not None:
-            self._session.control.fail(trace)
+        if self._context is not None:
+            self._context.control.fail(trace)
 
 
 def as_wrapper(model: object) -> BucketedDDP | None:

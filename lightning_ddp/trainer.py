@@ -9,8 +9,6 @@ from lightning_ddp._lightning import Trainer as LightningTrainer
 from lightning_ddp._lightning import bind, loaded_roots, num_cuda_devices
 from lightning_ddp.errors import ConfigurationError
 
-_GPUS_FORMS = 'a number of GPUs, -1 for all, a list of indices, or a string such as "4", "0,3" or "-1"'
-
 
 class Trainer(LightningTrainer):
     """Lightning's Trainer with the arguments `gpus=` and `num_processes=` of Lightning 1.5.
@@ -58,63 +56,48 @@ def _translate(
         )
     if num_processes is not None and (type(num_processes) is not int or num_processes < 1):
         raise ConfigurationError(f"num_processes={num_processes!r}: expected a number of processes from 1")
-    devices = None if gpus is None else _parse_gpus(gpus)
-    if devices is None:
-        _check_accelerator(given, "cpu", used[0])
-        return {"accelerator": "cpu", "devices": num_processes or 1}
-    if num_processes is not None and num_processes != len(devices):
+    indices = [] if gpus is None else _parse_gpus(gpus)
+    if indices and num_processes not in (None, len(indices)):
         raise ConfigurationError(
-            f"gpus={gpus!r} means one process on each of {len(devices)} GPUs, but"
+            f"gpus={gpus!r} means one process on each of {len(indices)} GPUs, but"
             f" num_processes={num_processes}"
         )
-    _check_accelerator(given, "gpu", used[0])
-    return {"accelerator": given.get("accelerator", "gpu"), "devices": devices}
-
-
-def _check_accelerator(given: dict[str, Any], expected: str, used: str) -> None:
-    accelerator = given.get("accelerator", "auto")
-    allowed = ("auto", expected, "cuda") if expected == "gpu" else ("auto", expected)
+    expected, allowed = ("gpu", ("auto", "gpu", "cuda")) if indices else ("cpu", ("auto", "cpu"))
+    accelerator = given.get("accelerator", expected)
     if isinstance(accelerator, str) and accelerator not in allowed:
-        raise ConfigurationError(f"{used} means accelerator={expected!r}, but accelerator={accelerator!r}")
+        raise ConfigurationError(f"{used[0]} means accelerator={expected!r}, but accelerator={accelerator!r}")
+    if not indices:
+        return {"accelerator": "cpu", "devices": num_processes or 1}
+    return {"accelerator": accelerator, "devices": indices}
 
 
-def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int] | None:
-    """Return the indices of the GPUs to use; None for no GPU."""
+def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int]:
+    """Return the indices of the GPUs to use."""
+    malformed = ConfigurationError(
+        f"gpus={gpus!r}: expected a number of GPUs, -1 for all, a list of indices, or a string such as"
+        ' "4", "0,3" or "-1"'
+    )
     if isinstance(gpus, str):
-        gpus = _parse_text(gpus)
+        try:
+            gpus = [int(part) for part in gpus.split(",") if part.strip()] if "," in gpus else int(gpus)
+        except ValueError:
+            raise malformed from None
     available = num_cuda_devices()
-    if isinstance(gpus, int) and not isinstance(gpus, bool):
-        if gpus < -1:
-            raise ConfigurationError(f"gpus={gpus}: expected {_GPUS_FORMS}")
-        if gpus == 0:
-            return None
+    if type(gpus) is int and gpus >= -1:
         count = available if gpus == -1 else gpus
-        if count > available or count == 0:
-            wanted = "all" if gpus == -1 else gpus
-            raise ConfigurationError(f"gpus={wanted!r}, {_lack(available, num_wanted=count)}")
+        if count > available or (gpus == -1 and available == 0):
+            raise _lacking("all" if gpus == -1 else gpus, available, count)
         return list(range(count))
-    if not isinstance(gpus, (list, tuple)) or any(type(i) is not int or i < 0 for i in gpus):
-        raise ConfigurationError(f"gpus={gpus!r}: expected {_GPUS_FORMS}")
-    if not gpus:
-        return None
+    if not isinstance(gpus, (list, tuple)) or any(type(index) is not int or index < 0 for index in gpus):
+        raise malformed
     if len(set(gpus)) != len(gpus):
         raise ConfigurationError(f"gpus={list(gpus)}: an index appears twice")
-    if max(gpus) >= available:
-        raise ConfigurationError(f"gpus={list(gpus)}, {_lack(available, num_wanted=len(gpus))}")
+    if max(gpus, default=-1) >= available:
+        raise _lacking(list(gpus), available, len(gpus))
     return list(gpus)
 
 
-def _parse_text(text: str) -> int | list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    try:
-        if len(parts) == 1:
-            return int(parts[0])
-        return [int(part) for part in parts if part]
-    except ValueError:
-        raise ConfigurationError(f"gpus={text!r}: expected {_GPUS_FORMS}") from None
-
-
-def _lack(available: int, *, num_wanted: int) -> str:
+def _lacking(gpus: Any, available: int, num_wanted: int) -> ConfigurationError:
     here = f"but this machine has {available} GPU" + ("" if available == 1 else "s")
-    hint = f"; for processes on the CPU pass num_processes={num_wanted or 2}"
-    return here if available else here + hint
+    hint = "" if available else f"; for processes on the CPU pass num_processes={num_wanted or 2}"
+    return ConfigurationError(f"gpus={gpus!r}, {here}{hint}")

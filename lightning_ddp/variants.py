@@ -17,14 +17,7 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp": ("data-parallel training; runs the script again in child processes", {}),
     "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
     "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
-    "custom_ddp_find_unused_parameters_true": (
-        "custom_ddp that searches for unused parameters in every step",
-        {"find_unused_parameters": True},
-    ),
-    "custom_ddp_find_unused_parameters_false": (
-        "custom_ddp in which a parameter without a gradient is an error",
-        {"find_unused_parameters": False},
-    ),
+    "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
     "custom_ddp_shrink": (
         "continues with the remaining ranks when a rank is lost",
         {"on_failure": "shrink"},
@@ -64,19 +57,20 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
         "local steps, and an outer step with Nesterov momentum (rate 0.7, momentum 0.9) every 100 steps",
         {"model_averaging": {"name": "diloco", "period": 100}},
     ),
-    "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
 }
 """The variants of this package: name -> (description, arguments of `CustomDDPStrategy`)."""
-for _name in ("custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
-    for _search in ("find_unused_parameters_true", "find_unused_parameters_false"):
-        _description, _arguments = BUILTIN[f"custom_ddp_{_search}"]
-        BUILTIN[f"{_name}_{_search}"] = (
-            _description.replace("custom_ddp", _name),
-            {**BUILTIN[_name][1], **_arguments},
+for _name in ("custom_ddp", "custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
+    for _searches, _what in (
+        (True, "that searches for unused parameters in every step"),
+        (False, "in which a parameter without a gradient is an error"),
+    ):
+        BUILTIN[f"{_name}_find_unused_parameters_{str(_searches).lower()}"] = (
+            f"{_name} {_what}",
+            {**BUILTIN[_name][1], "find_unused_parameters": _searches},
         )
 
-_variants: dict[str, dict[str, Any]] = {}
-"""Name -> registry entry, for namespaces that are imported later."""
+_variants: dict[str, tuple[str, dict[str, Any]]] = {}
+"""The registered variants, as above."""
 _joined: list[tuple[Any, type]] = []
 """Registries of the imported namespaces, each with the strategy class to register there."""
 
@@ -105,36 +99,23 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
     for argument in strategy_kwargs:
         if argument not in known:
             raise unknown_argument("CustomDDPStrategy()", argument, known)
-    entry = {"strategy": CustomDDPStrategy, "description": description, "init_params": strategy_kwargs}
-    is_new = [_is_new(name, entry, registry) for registry in _registries()]
-    if any(is_new):
-        _variants[name] = entry
-        for registry, strategy in _joined:
-            _add(name, registry, strategy)
-
-
-def _registries() -> list[dict[str, Any]]:
-    """Return the registries of the imported Trainers; before the first import, the pending entries."""
-    return [registry for registry, strategy in _joined if strategy is CustomDDPStrategy] or [_variants]
-
-
-def _is_new(name: str, entry: dict[str, Any], registry: dict[str, Any]) -> bool:
-    present = dict(registry).get(name)
-    if present is None:
-        return True
-    if any(present[key] != entry[key] for key in ("strategy", "init_params")):
-        raise ConfigurationError(
-            f"strategy name {name!r} is taken: {present['description'] or 'no description'}"
-        )
-    return False
+    registered = _variants.get(name)
+    if registered is not None and registered[1] == strategy_kwargs:
+        return
+    taken = [registry[name]["description"] for registry, _ in _joined if name in registry]
+    if registered is not None or taken:
+        what = registered[0] if registered is not None else taken[0]
+        raise ConfigurationError(f"strategy name {name!r} is taken: {what or 'no description'}")
+    _variants[name] = description, strategy_kwargs
+    for registry, strategy in _joined:
+        _add(name, registry, strategy)
 
 
 def _add(name: str, registry: Any, strategy: type) -> None:
     """Register a variant, unless Fabric's strategy lacks one of its arguments."""
-    entry = {**_variants[name], "strategy": strategy}
-    options = entry["init_params"]
-    if options.keys() <= {*_arguments_of(strategy)} and _is_new(name, entry, registry):
-        registry.register(name, strategy, description=entry["description"], **options)
+    description, arguments = _variants[name]
+    if arguments.keys() <= {*_arguments_of(strategy)}:
+        registry.register(name, strategy, description=description, **arguments)
 
 
 @cache
@@ -153,11 +134,7 @@ def _join(module: Any, registry: str, strategy: type) -> None:
 
 def available_variants() -> dict[str, str]:
     """Return the registered strategy names with their descriptions, sorted by name."""
-    return {
-        name: entry["description"]
-        for name, entry in sorted(_registries()[0].items())
-        if entry["strategy"] is CustomDDPStrategy
-    }
+    return {name: description for name, (description, _) in sorted(_variants.items())}
 
 
 def variant_arguments(name: str) -> dict[str, Any]:
@@ -166,7 +143,7 @@ def variant_arguments(name: str) -> dict[str, Any]:
     Raises:
         KeyError: no such name is registered.
     """
-    return dict(_registries()[0][name]["init_params"])
+    return dict(_variants[name][1])
 
 
 def register_builtin_variants() -> None:
@@ -191,7 +168,7 @@ def register_builtin_variants() -> None:
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
     """Return the message for a strategy that a Trainer has rejected; None if it is not ours."""
     if isinstance(strategy, str):
-        known = {name for registry in _registries() for name in registry}
+        known = {name for registry, _ in _joined for name in registry}
         meant = next(iter(difflib.get_close_matches(strategy.lower(), sorted(known), n=1)), None)
         if meant in _variants and strategy.lower() not in known:
             return f"there is no strategy {strategy!r}; did you mean {meant!r}?"

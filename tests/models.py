@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,24 @@ class SharedAndFrozen(nn.Module):
         hidden = torch.tanh(self.trained(self.embedding(tokens)))
         hidden = torch.tanh(self.partly_frozen(self.frozen(hidden)))
         return self.output(hidden).mean(dim=1)
+
+
+class Branches(nn.Module):
+    """The sum of those of its layers a, b, c that it is told to use; a loss of no parameter without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, use: Iterable[str]) -> Tensor:
+        outputs = [getattr(self, name)(x).sum() for name in use]
+        return torch.stack(outputs).sum() if outputs else torch.zeros((), requires_grad=True)
+
+
+def grads_by_branch(model: nn.Module) -> list[float | None]:
+    """The gradient of each layer of a wrapped `Branches`, which is the same for all of its elements."""
+    found = [p.grad for p in model.module.parameters()]
+    return [None if g is None else g.unique().item() for g in found]
 
 
 class MixedDtypes(nn.Module):

@@ -16,7 +16,7 @@ from harness import run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.averaging import Averager, available_averagers, build_averager, parse_averager
+from lightning_ddp.averaging import Averager, build_averager, parse_averager
 from lightning_ddp.averaging.base import refuse_sharded
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
@@ -241,16 +241,6 @@ def test_diloco_follows_the_paper(world_size, nesterov):
     check({"name": "diloco", "start_step": start, "period": period, "nesterov": nesterov}, world_size, after)
 
 
-@both_sizes
-def test_diloco_with_outer_lr_1_and_no_momentum_is_parameter_averaging(world_size):
-    spec = {"name": "diloco", "period": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
-    ours = train(spec, world_size)
-    plain = train({"name": "post_local_sgd", "start_step": 0, "period": 2}, world_size)
-    for rank in range(world_size):
-        for a, b in zip(ours[rank][0], plain[rank][0], strict=True):
-            assert_close(a, b, 1e-6)
-
-
 @pytest.mark.parametrize(("encoding", "bound"), [("bf16", 2.0**-7), ("int8", 1 / 100)])
 def test_encoded_outer_gradients_err_by_their_rounding(encoding, bound):
     """The bound is relative to the largest outer gradient, for each of four rounds."""
@@ -458,20 +448,6 @@ def test_agreement_averages_what_has_diverged_and_nothing_else():
     assert train(spec, 2, num_steps=5, finish=finish)[0][1][1] == 0, "gradients were averaged so far"
 
 
-def test_agreement_averages_running_statistics_as_well():
-    def rank_main(rank, world_size, group):
-        module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        spec = {"name": "post_local_sgd", "start_step": 0, "period": 100}
-        averager = build_averager(spec, module, [optimizer], group)
-        averager.step(optimizer)
-        module[1].running_mean.fill_(rank + 1.0)
-        averager.agree()
-        return module[1].running_mean.tolist()
-
-    assert run_threads(rank_main, 2) == [[1.5] * 3] * 2
-
-
 @pytest.mark.parametrize(
     ("spec", "limit"),
     [
@@ -613,14 +589,3 @@ def test_sharded_optimizers_are_refused_with_the_reason():
     inner = torch.optim.SGD(Given(SHAPES).parameters(), lr=LR)
     with pytest.raises(ConfigurationError, match="PostLocalSGDOptimizer: it averages the parameters itself"):
         refuse_sharded([PostLocalSGDOptimizer(inner, averager=None)])
-
-
-def test_the_catalogue_describes_every_averager():
-    assert set(available_averagers()) >= {
-        "post_local_sgd",
-        "hierarchical_sgd",
-        "slowmo",
-        "diloco",
-        "streaming_diloco",
-    }
-    assert all(text.endswith(".") for text in available_averagers().values())

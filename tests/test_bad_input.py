@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import run_ranks_outcomes, run_threads, run_threads_outcomes, store_elsewhere
+from harness import run_threads, run_threads_outcomes
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.hook_agreement import Disagreement, HookAgreement
 from lightning_ddp.errors import CommHookError, RankMismatchError
-from lightning_ddp.hooks import build_hook, parse_hook
 
 ONE_BUCKET_EACH_MB = 1e-6
-TIMEOUT = timedelta(seconds=1)
 
 
 class Returns(nn.Module):
@@ -64,8 +55,8 @@ MEAN = [1.5, 3.0]  # of 1 and 2 for the first layer, of 2 and 4 for the second
 
 @pytest.mark.parametrize(
     "answer",
-    [lambda loss: None, lambda loss: "text", lambda loss: [], lambda loss: {"loss": loss.item()}],
-    ids=["None", "text", "empty", "number"],
+    [lambda loss: None, lambda loss: "text", lambda loss: [], lambda loss: {"loss": loss.item()}, Holder],
+    ids=["None", "text", "empty", "number", "object"],
 )
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
 def test_a_loss_that_is_no_output_is_averaged_all_the_same(answer, options) -> None:
@@ -91,20 +82,6 @@ def test_a_forward_without_a_backward_is_followed_by_clean_steps() -> None:
         return grads(model)
 
     assert run_threads(rank_main, 2) == [MEAN] * 2
-
-
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
-def test_a_tensor_inside_an_object_of_the_users_is_averaged(options) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(Holder), process_group=group, **options)
-        seen = []
-        for _ in range(3):
-            model.zero_grad()
-            model(x_of(rank)).loss.backward()
-            seen.append(grads(model))
-        return seen
-
-    assert run_threads(rank_main, 2) == [[MEAN] * 3] * 2
 
 
 @pytest.mark.parametrize("answer", [lambda loss: None, Holder], ids=["nothing", "object"])
@@ -219,219 +196,78 @@ def test_a_hook_that_recovers_reduces_the_next_step() -> None:
     assert run_threads(rank_main, 2) == [MEAN] * 2
 
 
-def one_rank_raises(rank, group, bucket):
-    if rank == 1:
-        raise ZeroDivisionError("here only")
-    return group.allreduce([bucket.buffer()]).get_future()
+# ---------------------------------------------------------------- models and arguments that differ
 
 
-def one_rank_sends_more(rank, group, bucket):
-    flat = bucket.buffer()
-    return group.allreduce([flat if rank != 1 else torch.cat([flat, flat])]).get_future()
+def with_another_shape(rank: int, odd: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7 if rank == odd else 5))
 
 
-def one_rank_sends_another_type(rank, group, bucket):
-    flat = bucket.buffer()
-    return group.allreduce([flat if rank != 1 else flat.half()]).get_future()
+def with_another_dtype(rank: int, odd: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, dtype=torch.float64 if rank == odd else None))
 
 
-def one_rank_broadcasts(rank, group, bucket):
-    if rank == 1:
-        return group.broadcast([bucket.buffer()], dist.BroadcastOptions()).get_future()
-    return group.allreduce([bucket.buffer()]).get_future()
+def with_another_stride(rank: int, odd: int) -> nn.Module:
+    conv = nn.Conv2d(3, 4, 5)
+    return nn.Sequential(conv.to(memory_format=torch.channels_last) if rank == odd else conv)
 
 
-DIFFERING = [
-    (one_rank_raises, "cannot continue: on rank 1 it raised ZeroDivisionError: here only"),
-    (one_rank_sends_more, "starts allreduce of 8 elements of torch.float32"),
-    (one_rank_sends_another_type, "starts allreduce of 4 elements of torch.float16"),
-    (one_rank_broadcasts, "starts broadcast of 4 elements of torch.float32"),
+def with_another_layer(rank: int, odd: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), *([nn.Linear(4, 5)] if rank == odd else []))
+
+
+def with_another_frozen(rank: int, odd: int) -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    module[1].weight.requires_grad_(rank != odd)
+    return module
+
+
+DIFFERENT_MODELS = [
+    (with_another_shape, ["has '1.weight'", "[5, 4]", "[7, 4]"]),
+    (with_another_dtype, ["has '1.weight'", "float32", "float64"]),
+    (with_another_stride, ["has '0.weight'", "[75, 25, 5, 1]", "[75, 1, 15, 3]"]),
+    (with_another_layer, ["1.weight", "1.bias", " 2 ", " 4"]),
+    (with_another_frozen, ["1.weight", " 4 ", " 3"]),
+]
+DIFFERENT_OPTIONS = [
+    ("static_graph", (False, True)),
+    ("find_unused_parameters", (False, True)),
+    ("bucket_cap_mb", (25, ONE_BUCKET_EACH_MB)),  # other plans would pair gradients of different parameters
+    ("bucket_cap_mb_list", ([25], [ONE_BUCKET_EACH_MB])),
+    ("skip_all_reduce_unused_params", (False, True)),
 ]
 
 
-@pytest.mark.parametrize(("what", "message"), DIFFERING, ids=[what.__name__ for what, _ in DIFFERING])
-@pytest.mark.parametrize("first_step", [0, 1])
-def test_a_hook_that_differs_between_ranks_is_named_with_bucket_and_rank(what, message, first_step) -> None:
-    """Before anything is sent that does not match, so the group is as good as before."""
+def named_on_every_rank(make: Callable[[int, Any], BucketedDDP], parts: list[str], odd: int) -> None:
+    """Wrapping fails on all of three ranks with these parts, after which the group is as good as before."""
 
     def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
-
-        def hook(state: Any, bucket: Any) -> Any:
-            if model.reducer.step < first_step or bucket.index() == 0:
-                return group.allreduce([bucket.buffer()]).get_future()
-            return what(rank, group, bucket)
-
-        model.register_comm_hook(None, hook)
-        for _ in range(first_step):
-            model(x_of(rank)).backward()
-        with pytest.raises(CommHookError) as caught:
-            model(x_of(rank)).backward()
-        total = torch.ones(1)
-        group.allreduce([total]).wait()
-        assert total.item() == world_size
+        with pytest.raises(RankMismatchError) as caught:
+            make(rank, group)
+        model = BucketedDDP(Returns(), process_group=group)
+        model(torch.ones(1, 2)).backward()
+        assert grads(model) == [1.0, 2.0]
         return str(caught.value)
 
     for rank, text in enumerate(run_threads(rank_main, 3)):
-        assert text.startswith(f"rank {rank}, step {first_step}: communication hook ")
-        assert "rank_main.<locals>.hook' " in text
-        assert "(bucket 1, " in text
-        if what is one_rank_raises and rank == 1:
-            assert "raised ZeroDivisionError: here only" in text
-            continue
-        assert message in text
-        assert "rank 1 " in text
+        expected = [f"rank {rank}: ", "rank 0", f"rank {odd or 1}", *parts]
+        assert [part for part in expected if part not in text] == []
 
 
-def test_a_collective_that_a_callback_starts_does_not_make_a_hook_differ() -> None:
-    """Rank 0's future is complete when the callback is added, so that it runs in the thread of the hook."""
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
-
-        def hook(state: Any, bucket: Any) -> Any:
-            def reduce(_: Any) -> torch.Tensor:
-                group.allreduce([bucket.buffer().div_(world_size)]).wait()
-                return bucket.buffer()
-
-            first: Any = torch.futures.Future()
-            if rank == 0:
-                first.set_result(None)
-                return first.then(reduce)
-            result = first.then(reduce)
-            threading.Thread(target=first.set_result, args=(None,)).start()
-            return result
-
-        model.register_comm_hook(None, hook)
-        model(x_of(rank)).backward()
-        return grads(model)
-
-    assert run_threads(rank_main, 2) == [MEAN] * 2
+@pytest.mark.parametrize("odd", [1, 2])
+@pytest.mark.parametrize(("make_module", "parts"), DIFFERENT_MODELS)
+def test_different_models_are_an_error_on_every_rank(make_module, parts, odd) -> None:
+    named_on_every_rank(
+        lambda rank, group: BucketedDDP(make_module(rank, odd), process_group=group), parts, odd
+    )
 
 
-def test_the_process_is_not_told_of_the_mode_in_which_the_ranks_compare() -> None:
-    """With torch 2.10 what is compiled and called meanwhile would be skipped from then on."""
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group)
-        told = []
-
-        def hook(state: Any, bucket: Any) -> Any:
-            told.append(is_in_torch_dispatch_mode())
-            work = group.allreduce([bucket.buffer().div_(world_size)])
-            return work.get_future().then(lambda done: done.value()[0])
-
-        model.register_comm_hook(None, hook)
-        model(x_of(rank)).backward()
-        return told, grads(model)
-
-    assert run_threads(rank_main, 2) == [([False], MEAN)] * 2
-    assert not is_in_torch_dispatch_mode()
-
-
-@pytest.mark.parametrize(
-    ("hooks", "messages"),
-    [
-        (("fp16", "bf16"), ("has the hook fp16", "has the hook bf16")),
-        (({"name": "topk", "ratio": 0.1}, {"name": "topk", "ratio": 0.2}), ("ratio=0.1", "ratio=0.2")),
-    ],
-    ids=["names", "options"],
-)
-def test_named_hooks_that_differ_are_named_in_the_first_bucket(hooks, messages) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group)
-        model.register_comm_hook(None, build_hook(hooks[rank], group))
-        with pytest.raises(CommHookError) as caught:
-            model(x_of(rank)).backward()
-        return str(caught.value)
-
-    for rank, text in enumerate(run_threads(rank_main, 2)):
-        assert text.startswith(f"rank {rank}, step 0: communication hook {parse_hook(hooks[rank]).name!r} ")
-        assert "(bucket 0, " in text
-        assert "rank 0 " in text
-        assert "rank 1 " in text
-        for message in messages:
-            assert message in text
-
-
-def test_a_rank_that_does_not_come_to_a_bucket_is_waited_for_no_longer_than_the_groups_timeout() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group)
-        if rank == 0:
-            model.register_comm_hook(None, build_hook("noop", group))
-        else:
-            build_hook("noop", group)
-        group._get_backend(torch.device("cpu"))._set_default_timeout(TIMEOUT)
-        model(x_of(rank)).backward()
-
-    first, second = run_threads_outcomes(rank_main, 2, timeout_s=15)
-    assert (first.status, first.exception_type) == ("raised", "CommHookError"), first.describe()
-    assert "Timed out after 1 s: not all ranks reached this bucket" in first.message
-    assert second.status == "raised", second.describe()
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_store_whose_process_is_stopped_holds_no_new_hook_up(raises) -> None:
-    both = threading.Barrier(2)
-
-    def rank_main(rank, world_size, group, store, stop):
-        agreement = HookAgreement(Group(group, store=store), "x", torch.device("cpu"), None, len)
-
-        def hook() -> None:
-            stop()
-            if raises:
-                raise KeyError("mine")
-
-        with agreement.launching(lambda _: None):
-            pass
-        both.wait()
-        start = time.monotonic()
-        kind, text = (KeyError, "mine") if raises else (Disagreement, "the group's store does not answer")
-        with pytest.raises(kind, match=text), agreement.launching(lambda _: None):
-            hook()
-        return time.monotonic() - start
-
-    with store_elsewhere() as (store, stop):
-        assert max(run_threads(rank_main, 2, store, stop, collective_s=1.0)) < 10
-
-
-# ---------------------------------------------------------------- arguments that differ
-
-
-@pytest.mark.parametrize("name", ["static_graph", "find_unused_parameters"])
 @pytest.mark.parametrize("odd", [0, 2])
-def test_arguments_that_differ_between_ranks_are_named_on_every_rank(name, odd) -> None:
-    def rank_main(rank, world_size, group):
-        message = rf"^rank {rank}: {name} is {odd == 0} on rank 0 and {odd != 0} on rank {odd or 1}\."
-        with pytest.raises(RankMismatchError, match=message):
-            BucketedDDP(Returns(), process_group=group, **{name: rank == odd})
-        # the group is as good as before
-        model = BucketedDDP(Returns(), process_group=group)
-        model(torch.ones(1, 2)).backward()
-        return grads(model)
+@pytest.mark.parametrize(("name", "values"), DIFFERENT_OPTIONS)
+def test_different_arguments_are_an_error_on_every_rank(name, values, odd) -> None:
+    common = {"find_unused_parameters": True} if name.startswith("skip") else {}
 
-    assert run_threads(rank_main, 3) == [[1.0, 2.0]] * 3
+    def make(rank: int, group: Any) -> BucketedDDP:
+        return BucketedDDP(Returns(), process_group=group, **common, **{name: values[rank == odd]})
 
-
-def steps_with_option(rank, world_size, name, values):
-    options = {name: values[rank], "find_unused_parameters": name.startswith("skip")}
-    model = BucketedDDP(Returns(), **options)
-    for _ in range(2):
-        model.zero_grad()
-        model(x_of(rank)).backward()
-    return grads(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("bucket_cap_mb", (25, ONE_BUCKET_EACH_MB)),
-        ("bucket_cap_mb_list", ([25], [ONE_BUCKET_EACH_MB])),
-        ("skip_all_reduce_unused_params", (False, True)),
-    ],
-)
-def test_other_plans_on_other_ranks_are_an_error_and_no_wrong_sum(name, values) -> None:
-    """Buckets of other sizes would pair the gradient of one parameter with that of another."""
-    for outcome in run_ranks_outcomes(steps_with_option, 2, name, values, timeout_s=10):
-        assert (outcome.status, outcome.exception_type) == ("raised", "RankMismatchError"), outcome.describe()
-        assert name in outcome.message
+    named_on_every_rank(make, [f"{name} is {values[odd == 0]} on rank 0 and {values[odd != 0]} on rank"], odd)

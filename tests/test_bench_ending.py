@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import psutil
 import pytest
@@ -19,15 +19,12 @@ from harness.namespaces import can_shape_links
 from lightning_ddp.tools import held_back, unwinds_at_sigterm
 from lightning_ddp.tools.scripts import PACKAGE_ROOT
 
-T = TypeVar("T")
-
 DEADLINE_S = 240
 
 
-def wait_for(find: Callable[[], T | None], process: subprocess.Popen[bytes] | None = None) -> T:
+def wait_for(find: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + DEADLINE_S
-    while (found := find()) is None:
-        assert process is None or process.poll() is None, "it ended by itself"
+    while not (found := find()):
         assert time.monotonic() < deadline, "what was waited for has not happened"
         time.sleep(0.02)
     return found
@@ -44,26 +41,25 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def script_of(process: subprocess.Popen[bytes]) -> list[psutil.Process] | None:
+def script_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The script that is measured: the process with a session of its own."""
     found = []
     for one in running(process):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             found += [one] if os.getsid(one.pid) == one.pid else []
-    return found or None
+    return found
 
 
-def namespaces_of(process: subprocess.Popen[bytes]) -> list[Path] | None:
+def namespaces_of(process: subprocess.Popen[bytes]) -> list[Path]:
     """The names of the namespaces, once both ranks have entered theirs."""
-    inodes = set()
+    inodes, found = set(), []
     for one in running(process):
         with contextlib.suppress(FileNotFoundError):  # such as `ip`, which has ended meanwhile
             inodes.add(os.stat(f"/proc/{one.pid}/ns/net").st_ino)
-    found = []
     for path in Path("/var/run/netns").glob("*"):
         with contextlib.suppress(FileNotFoundError):  # another test's
             found += [path] if path.stat().st_ino in inodes else []
-    return found if len(found) == 2 else None
+    return found if len(found) == 2 else []
 
 
 @pytest.mark.slow
@@ -90,14 +86,14 @@ def test_sigterm_removes_what_a_benchmark_has_made(arguments, find, tmp_path: Pa
             stderr=stream,
         )
     try:
-        made = wait_for(lambda: find(process), process)
+        made = wait_for(lambda: find(process))
         children = running(process)
         assert list(scratch.iterdir()), "it has no scratch folder"
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 143, output.read_text()
         assert output.read_text().endswith("ended by SIGTERM\n")
         # all are killed but the resource tracker of `multiprocessing`, which ends when it hears no more
-        wait_for(lambda: all(map(is_gone, children)) or None)
+        wait_for(lambda: all(map(is_gone, children)))
         assert not list(scratch.iterdir())
         assert find is not namespaces_of or not [path for path in made if path.exists()]
     finally:

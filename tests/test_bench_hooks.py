@@ -11,65 +11,48 @@ from harness.namespaces import can_shape_links
 
 from lightning_ddp.cli import main
 from lightning_ddp.hooks import parse_hook
-from lightning_ddp.tools.bench.hooks import (
-    LINK_HOOKS,
-    LinkSettings,
-    format_link,
-    merge_ranks,
-    time_on_link,
-)
-from lightning_ddp.tools.ranks import run_ranks
+from lightning_ddp.tools.bench import Result
+from lightning_ddp.tools.bench.hooks import CONTENDERS, NONE, format_links, merge_ranks
 
 
-def test_every_contender_is_one_that_the_package_has():
-    for hook in LINK_HOOKS.values():
+def test_every_contender_is_one_that_the_package_has() -> None:
+    for hook in CONTENDERS.values():
         assert hook is None or parse_hook(hook)
 
 
-def test_the_slower_rank_counts():
+def test_the_slower_rank_counts_and_the_table_holds_medians() -> None:
     ranks = [{"a": [{"seconds": 1.0, "bytes": 5}]}, {"a": [{"seconds": 2.0, "bytes": 3}]}]
     assert merge_ranks(ranks) == {"a": [{"seconds": 2.0, "bytes": 5}]}
-
-
-def test_the_table_holds_medians():
     row = {"kernel_bytes": 2e6, "counted_bytes": 1e6, "codec_seconds": 0.01}
-    text = format_link({"ours": [row | {"seconds": 4.0}], "int8": [row | {"seconds": 1.0}]})
-    assert [line.split()[:3] for line in text.splitlines()[2:]] == [
-        ["ours", "4000.000", "1.000"],
-        ["int8", "1000.000", "4.000"],
+    result = Result(
+        samples={"link": {NONE: [4000.0], "int8": [1000.0]}},
+        references=NONE,
+        extra={"links": {"link": {NONE: [row], "int8": [row | {"counted_bytes": 3e6}, row, row]}}},
+    )
+    assert [line.split() for line in format_links(result).splitlines()[3:]] == [
+        ["none", "4000.000", "1.000", "2.000", "1.000", "10.000"],
+        ["int8", "1000.000", "4.000", "2.000", "1.000", "10.000"],
     ]
 
 
-needs_namespaces = pytest.mark.skipif(
-    not can_shape_links(), reason="needs root and iproute2 to make network namespaces"
-)
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
-@needs_namespaces
-def test_hooks_are_compared_on_a_link_and_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_ddp.tools.bench.hooks.LINK_HOOKS", {"ours": None, "bf16": "bf16"})
+@pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
+def test_kernel_and_hook_count_the_same_on_a_link_of_the_speed(tmp_path, capsys, monkeypatch) -> None:
+    contenders = {NONE: None, "allreduce": "allreduce", "bf16": "bf16"}
+    monkeypatch.setattr("lightning_ddp.tools.bench.hooks.CONTENDERS", contenders)
+    monkeypatch.setattr("lightning_ddp.tools.bench.hooks._MODEL", "convbn40")
     path = tmp_path / "a.json"
-    assert main(["bench", "hooks", "--links", "1000", "--rounds", "1", "--json", str(path)]) == 0
-    link = json.loads(path.read_text())["summary"]["links"]["1000"]
-    numel = 16 * (1024 * 1024 + 1024)
-    assert link["bf16"][0]["counted_bytes"] == 2 * numel
-    assert link["ours"][0]["kernel_bytes"] >= 4 * numel
-    assert "two ranks, 1000 Mbit/s" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("namespaces")
-@needs_namespaces
-def test_the_kernel_counts_what_hooks_count_and_a_link_is_as_slow_as_asked():
-    settings = LinkSettings(model="convbn40", hooks={"ours": None, "allreduce": "allreduce"}, num_rounds=3)
-    for rank in run_ranks(time_on_link, settings, world_size=2, timeout_s=60.0, mbit=20.0):
-        for row in rank["allreduce"]:
-            assert row["counted_bytes"] == 4 * 40 * (32 * 32 * 9 + 32 + 64)
-            assert row["counted_bytes"] < row["kernel_bytes"]
-            assert row["seconds"] > 0.9 * row["counted_bytes"] * 8 / 20e6
+    assert main(["bench", "hooks", "--links", "20", "--rounds", "3", "--json", str(path)]) == 0
+    assert "two ranks, convbn40, 20 Mbit/s" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["summary"]["links"]["convbn40, 20 Mbit/s"]
+    num_bytes = 4 * 40 * (32 * 32 * 9 + 32 + 64)
+    assert min(row["kernel_bytes"] for row in rows[NONE]) >= num_bytes
+    for name, counted in (("allreduce", num_bytes), ("bf16", num_bytes // 2)):
+        for row in rows[name]:
+            assert row["counted_bytes"] == counted < row["kernel_bytes"]
+            assert row["seconds"] > 0.9 * counted * 8 / 20e6
             assert math.isfinite(row["codec_seconds"])
-        # headers, and buffers that are broadcast beside the hook; in a slow round also what TCP sent again
-        ratios = [row["kernel_bytes"] / row["counted_bytes"] for row in rank["allreduce"]]
-        assert statistics.median(ratios) < 1.15, ratios
+    # headers, and buffers that are broadcast beside the hook; in a slow round also what TCP sent again
+    ratios = [row["kernel_bytes"] / row["counted_bytes"] for row in rows["allreduce"]]
+    assert statistics.median(ratios) < 1.15, ratios

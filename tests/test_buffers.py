@@ -167,7 +167,7 @@ def test_the_flags_have_torchs_meaning(options) -> None:
 @contextmanager
 def counted_collectives() -> Iterator[dict[str, int]]:
     """Counts what this process starts through the engine's groups; the collectives run as ever."""
-    counts = dict.fromkeys(("broadcast", "all_reduce", "all_gather"), 0)
+    counts = {"start": 0}
     originals = {name: getattr(Group, name) for name in counts}
 
     def counting(name: str) -> Any:
@@ -256,19 +256,6 @@ def statistics_changed_elsewhere(rank, world_size, wrap, change):
 @pytest.mark.parametrize("change", ["module", "buffer"])
 def test_statistics_that_changed_outside_of_the_wrapper_are_copied_before_they_are_read(change) -> None:
     assert_all_as_torch(statistics_changed_elsewhere, 2, [(change,)])
-
-
-def test_an_evaluation_after_no_sync_sees_rank_0s_statistics() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)), process_group=group)
-        with model.no_sync():
-            model(torch.tensor([[1.0], [3.0]]) * (rank + 1)).sum().backward()
-        model.eval()
-        with torch.no_grad():
-            model(torch.ones(1, 1))
-        return model.module[0].running_mean.item()
-
-    assert run_threads(rank_main, 2) == pytest.approx([0.2, 0.2])
 
 
 def test_sync_buffers_copies_at_once() -> None:
@@ -368,42 +355,6 @@ def test_a_buffer_hook_runs_where_torch_runs_it() -> None:
     cases = [(before, True), (after, True), (after, False)]
     for location, by_rank in zip(cases, assert_all_as_torch(with_buffer_hook, 2, cases), strict=True):
         assert [calls for calls, _ in by_rank] == [[["average_input", "num_forwards"]] * 3] * 2, location
-
-
-def test_the_public_form_of_the_buffer_hook() -> None:
-    def rank_main(rank, world_size, group, location):
-        class Adds(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = nn.Parameter(torch.ones(()))
-                self.register_buffer("count", torch.zeros(()))
-
-            def forward(self) -> Tensor:
-                seen = self.count.item()
-                with torch.no_grad():
-                    self.count += rank + 1.0
-                return self.weight * seen
-
-        model = BucketedDDP(Adds(), process_group=group)
-
-        def add_up(state: Any, buffers: dict[str, Tensor]) -> Any:
-            work = group.allreduce([buffers["count"]])
-            if location == "before_forward":
-                work.wait()
-                return None
-            return [work.get_future()]
-
-        model.register_buffer_comm_hook(None, add_up, location=location)
-        seen = []
-        for _ in range(2):
-            output = model()
-            output.backward()
-            seen += [output.item(), model.module.count.item()]
-        return seen
-
-    # before: 0 + 0, then (0 + 1) + (0 + 2); after: each forward adds what the ranks sum up then
-    assert run_threads(rank_main, 2, "before_forward") == [[0.0, 1.0, 3.0, 4.0], [0.0, 2.0, 3.0, 5.0]]
-    assert run_threads(rank_main, 2, "after_forward") == [[0.0, 3.0, 3.0, 9.0]] * 2
 
 
 # ---------------------------------------------------------------- bad arguments

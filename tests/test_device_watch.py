@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_ddp.comm import device_watch
 from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.errors import CollectiveError, MissingGradientError
@@ -56,13 +58,15 @@ class Group:
 class Watched:
     """A watch, the events that it has recorded, and what it found."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: Any) -> None:
+        monkeypatch.setattr(device_watch, "_record", self._record)
+        monkeypatch.setattr(device_watch, "_LOOK_S", 0.005)
         self.interrupt = Interrupt()
         self.group = Group()
         self.events: list[Event] = []
         self.failures: list[BaseException] = []
         self.has_failed = threading.Event()
-        self.watch = DeviceWatch(self.interrupt, self._note, record=self._record, look_s=0.005)
+        self.watch = DeviceWatch(self.interrupt, self._note)
 
     def _note(self, error: BaseException) -> None:
         self.failures.append(error)
@@ -78,14 +82,8 @@ class Watched:
         return event
 
     def expect(self, on_slice: Callable[[float], None] | None = None, entry: Entry | None = None) -> Event:
-        self.watch.expect(
-            "backward 7",
-            process_group=self.group,
-            device=DEVICE,
-            since=time.monotonic(),
-            entry=entry,
-            on_slice=on_slice,
-        )
+        waiting = Waiting("backward 7", time.monotonic(), entry, is_side=True)
+        self.watch.expect(waiting, process_group=self.group, device=DEVICE, on_slice=on_slice)
         return self.events[-1]
 
     def failure(self) -> BaseException:
@@ -95,8 +93,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched() -> Any:
-    made = Watched()
+def watched(monkeypatch) -> Any:
+    made = Watched(monkeypatch)
     yield made
     made.watch.close()
 
@@ -148,8 +146,7 @@ def test_a_step_that_passes_its_deadline_is_explained_with_its_collective(watche
         asked.append(waiting)
         return TimeoutError("explained")
 
-    watched.interrupt.explain = explain
-    watched.interrupt.deadline_s = 0.05
+    watched.interrupt.supervisor = SimpleNamespace(explain=explain, deadline_s=0.05)
     entry = Lane("world", [0, 1]).next("all_reduce", [torch.zeros(3)], None)
     start = time.monotonic()
     watched.expect(entry=entry)
@@ -161,7 +158,7 @@ def test_a_step_that_passes_its_deadline_is_explained_with_its_collective(watche
 
 
 def test_what_another_rank_has_to_say_is_raised_instead(watched):
-    missing = MissingGradientError({0: [], 1: ["fc.weight"]}, rank=0, world_size=2, step=7, num_launched=None)
+    missing = MissingGradientError({0: [], 1: ["fc.weight"]}, rank=0, world_size=2, step=7)
 
     def look(waited_s: float) -> None:
         if waited_s > 0.02:
@@ -204,5 +201,6 @@ def test_after_a_failure_and_after_the_end_nothing_is_asked_for(watched):
     assert watched.failures == [], "the run has failed already"
     watched.watch.close()
     num_events = len(watched.events)
-    watched.watch.expect("later", process_group=watched.group, device=DEVICE, since=time.monotonic())
+    later = Waiting("later", time.monotonic(), None)
+    watched.watch.expect(later, process_group=watched.group, device=DEVICE)
     assert len(watched.events) == num_events

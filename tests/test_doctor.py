@@ -7,28 +7,18 @@ import json
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
 from lightning_ddp.tools.doctor import diagnosis, format_report, machine
-from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place, worst
-from lightning_ddp.tools.doctor.measure import (
-    Line,
-    Plan,
-    Timing,
-    clock_offsets,
-    examine,
-    exchange,
-    fit_line,
-    time_all_reduce,
-)
+from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place
+from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
 
 TORCHRUN = {
     "RANK": "3",
@@ -50,6 +40,7 @@ SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_NODELIST": "gpu-[07-08]",
 }
+TRAIN_JOB = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node-0"}
 CONTROLLED = {*TORCHRUN, *SLURM, "NODE_RANK", "GLOO_SOCKET_IFNAME"}
 
 
@@ -61,14 +52,7 @@ def no_variables_of_a_launcher(monkeypatch):
 
 def answer(**changes: Any) -> dict[str, Any]:
     """What a healthy rank says of itself."""
-    healthy = {
-        "shared_memory": {"total": 8 << 30, "free": 8 << 30},
-        "limits": {"open files": 65536, "processes": None, "locked memory": None},
-        "devices": [],
-        "num_cpus": 64,
-        "variables": {},
-        "clock": {"offset_s": 0.0, "error_s": 0.001},
-    }
+    healthy = {"devices": [], "num_cpus": 64, "variables": {}}
     return {**gather_facts({}, rank=0, local_rank=0), **healthy, **changes}
 
 
@@ -83,27 +67,33 @@ def text_of(findings: list[Finding], check: str) -> str:
 # ---------------------------------------------------------------------- who started the process
 
 
-def test_torchrun_is_recognised_with_what_it_implies():
-    placement = place(TORCHRUN)
-    assert (placement.starter, placement.rank, placement.local_rank) == ("torchrun", 3, 1)
-    assert (placement.world_size, placement.num_nodes, placement.has_agent_store) == (4, 2, True)
-    assert (placement.master_addr, placement.master_port) == ("node0", 29500)
-    assert "Trainer(devices=2, num_nodes=2)" in text_of(list(placement.findings), "torchrun")
-    assert worst(placement.findings) == "PASS"
-
-
-def test_slurm_is_recognised_with_the_address_and_port_that_lightning_takes():
-    placement = place(SLURM)
-    assert (placement.starter, placement.rank, placement.local_rank) == ("slurm", 5, 1)
-    assert (placement.world_size, placement.num_nodes) == (8, 2)
-    assert (placement.master_addr, placement.master_port) == ("gpu-07", 15000 + 4711)
-    assert "Trainer(devices=4, num_nodes=2)" in text_of(list(placement.findings), "SLURM")
+@pytest.mark.parametrize(
+    ("env", "starter", "ranks", "master", "advice"),
+    [
+        (TORCHRUN, "torchrun", (3, 1, 4, 2), ("node0", 29500), "Trainer(devices=2, num_nodes=2)"),
+        # SLURM's address and port as Lightning takes them
+        (SLURM, "slurm", (5, 1, 8, 2), ("gpu-07", 15000 + 4711), "Trainer(devices=4, num_nodes=2)"),
+        (TRAIN_JOB, "script", (1, 0, 2, 2), ("node-0", 29500), "TrainJob: PET_NNODES=2, PET_NODE_RANK=1"),
+        ({"SLURM_JOB_ID": "1"}, "nobody", (0, 0, 1, 1), (None, None), "Lightning starts processes itself"),
+        ({**SLURM, "SLURM_JOB_NAME": "bash"}, "nobody", (0, 0, 1, 1), (None, None), "is interactive"),
+    ],
+)
+def test_the_launcher_is_recognized_with_what_it_implies(env, starter, ranks, master, advice):
+    here = place(env)
+    assert here.starter == starter
+    assert (here.rank, here.local_rank, here.world_size, here.num_nodes) == ranks
+    assert (here.master_addr, here.master_port) == master
+    assert here.has_agent_store == (starter == "torchrun")
+    (finding,) = here.findings
+    assert finding.level == "PASS"
+    assert advice in finding.message
 
 
 @pytest.mark.parametrize(
     ("env", "num_nodes", "complaint"),
     [
         ({**TORCHRUN, "MASTER_ADDR": ""}, None, "MASTER_ADDR not"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, None, "PET_NODE_RANK=2, but nodes are counted from 0"),
         ({**TORCHRUN, "RANK": "4"}, None, "RANK=4 is not below WORLD_SIZE=4"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, None, "2 nodes x 3 ranks are not WORLD_SIZE=4"),
         ({**TORCHRUN, "WORLD_SIZE": "four"}, None, "'four'"),
@@ -121,11 +111,6 @@ def test_variables_that_contradict_each_other_fail(env, num_nodes, complaint):
     assert any(complaint in message for message in failed), failed
 
 
-def test_without_variables_or_in_an_interactive_slurm_job_the_process_is_alone():
-    for env in ({}, {**SLURM, "SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_ID": "1"}):
-        assert (place(env).starter, place(env).world_size) == ("nobody", 1)
-
-
 # ---------------------------------------------------------------------- checks
 
 
@@ -140,21 +125,12 @@ def test_a_healthy_run_passes_everything():
         ({"python": "3.8.0"}, "versions", "WARN", "rank 1: 3.8.0"),
         ({"backend": "nccl"}, "devices", "FAIL", "rank 1: nccl"),
         ({"devices": ["A"], "local_rank": 1}, "devices", "FAIL", "local rank 1, but there are 1 GPUs"),
-        ({"shared_memory": {"total": 64 << 20, "free": 60 << 20}}, "shared memory", "WARN", "--shm-size"),
-        ({"limits": {"open files": 1024, "locked memory": None}}, "limits", "WARN", "ulimit -n"),
-        (
-            {"devices": ["A", "A"], "limits": {"open files": None, "locked memory": 64}},
-            "limits",
-            "WARN",
-            "ulimit -l unlimited",
-        ),
         ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 1 ranks share 0"),
-        ({"clock": {"offset_s": -5.0, "error_s": 0.1}}, "clocks", "WARN", "5000.0 ms"),
         (
-            {"host": "b", "variables": {"LIGHTNING_DDP_SUPERVISION": "0"}},
+            {"variables": {"LIGHTNING_DDP_SUPERVISION": "0"}},
             "variables",
             "WARN",
-            "b: LIGHTNING_DDP_SUPERVISION=0",
+            "rank 1: LIGHTNING_DDP_SUPERVISION=0",
         ),
         ({"variables": {"NCCL_IB_DISABLE": "1"}}, "variables", "WARN", "NCCL_IB_DISABLE"),
     ],
@@ -195,65 +171,28 @@ def test_what_other_ranks_have_found_on_their_own_is_reported_for_them():
 )
 def test_interfaces(named, route, num_nodes, level, says):
     found = {"lo": "127.0.0.1", "eth0": "10.0.0.1"}
-    finding = diagnosis.check_interface(
-        named, route, found, num_nodes=num_nodes, variable="GLOO_SOCKET_IFNAME"
-    )
+    finding = diagnosis.check_interface(named, route, found, num_nodes=num_nodes)
     assert finding.level == level
     assert says in finding.message
 
 
-def test_the_line_is_judged_by_its_error_and_its_bandwidth():
-    def level(num_hosts: int = 1, **line: float) -> str:
-        values = {"latency_s": 1e-4, "bytes_per_s": 1e10, "relative_error": 0.1, **line}
-        return diagnosis.check_line(Line(**values), world_size=2, num_hosts=num_hosts).level
-
-    assert level() == "PASS"
-    assert level(relative_error=0.6) == "WARN"
-    assert level(bytes_per_s=1e8) == "PASS"
-    assert level(bytes_per_s=1e8, num_hosts=2) == "WARN"
-    assert diagnosis.check_line(None, world_size=2, num_hosts=1).level == "WARN"
+@pytest.mark.parametrize(
+    ("host", "seconds", "level"), [("here", 1.0, "PASS"), ("there", 0.1, "PASS"), ("there", 1.0, "WARN")]
+)
+def test_the_all_reduce_is_judged_by_its_bandwidth_between_hosts(host, seconds, level):
+    timed = {"measured_on": "gloo", "all_reduce": {"num_bytes": 64 << 20, "seconds": seconds}}
+    answers = [answer(rank=0, host="here", **timed), answer(rank=1, host=host, **timed)]
+    finding = diagnosis.check_all_reduce(answers)
+    assert finding.level == level
+    assert f"{1e3 * seconds:.2f} ms, as a ring {0.537 / seconds:.3g} Gbit/s a link" in finding.message
 
 
 # ---------------------------------------------------------------------- measuring
 
 
-def test_the_line_is_found_again_and_one_bad_time_does_not_move_it_far():
-    sizes = [4096 * 4**i for i in range(8)]
-    timings = [Timing(num_bytes=n, seconds=2e-4 + n / 3e9) for n in sizes]
-    line = fit_line(timings)
-    assert line.latency_s == pytest.approx(2e-4)
-    assert line.bytes_per_s == pytest.approx(3e9)
-    assert line.relative_error == pytest.approx(0, abs=1e-9)
-    assert line.message_latency_s(3) == pytest.approx(5e-5)  # 4 messages
-    assert line.link_bytes_per_s(3) == pytest.approx(4e9)
-    timings[2] = Timing(num_bytes=sizes[2], seconds=timings[2].seconds * 3)
-    assert fit_line(timings).bytes_per_s == pytest.approx(3e9, rel=0.2)
-    no_latency = fit_line([Timing(num_bytes=n, seconds=n**1.2 / 1e10) for n in sizes])
-    assert no_latency.latency_s >= 0
-    assert fit_line(timings[:1]) is None
-    assert fit_line([Timing(num_bytes=n, seconds=1 / n) for n in sizes]) is None
-
-
-def test_ranks_measure_all_reduces_and_clocks():
-    def work(rank: int, world_size: int, group: Any) -> Any:
-        steps = []
-        timings = time_all_reduce(
-            group, [4096, 65536], device=torch.device("cpu"), timeout_s=10, advance=lambda: steps.append(1)
-        )
-        return timings, len(steps), clock_offsets(group, rank, world_size, timeout_s=10)
-
-    results = run_threads(work, 3)
-    assert [timing.num_bytes for timing in results[0][0]] == [4096, 65536]
-    assert results[0][0] == results[1][0] == results[2][0]
-    assert all(timing.seconds > 0 for timing in results[0][0])
-    assert [steps for _, steps, _ in results] == [2, 2, 2]
-    assert results[0][2] == (0.0, 0.0)
-    assert all(abs(offset) <= error + 1e-3 for _, _, (offset, error) in results)  # one clock
-
-
 def test_ranks_exchange_what_they_have_found():
     store = dist.HashStore()
-    plan = Plan(largest_bytes=16384, timeout_s=10, interface="lo")
+    plan = Plan(num_bytes=16384, timeout_s=10, interface="lo")
 
     def work(rank: int, world_size: int, group: Any) -> Any:
         mine = examine(store, plan, {"RANK": str(rank)}, rank=rank, local_rank=rank, world_size=world_size)
@@ -263,13 +202,11 @@ def test_ranks_exchange_what_they_have_found():
     assert both[0] == both[1]
     assert [a["rank"] for a in both[0]] == [0, 1]
     assert [a["variables"]["RANK"] for a in both[0]] == ["0", "1"]
-    assert [t["num_bytes"] for t in both[0][0]["timings"]] == [4096, 16384]
-    report = format_report(
-        both[0],
-        [Timing(**t) for t in both[0][0]["timings"]],
-        None,
-        [Finding(level="WARN", check="all-reduce", message="no line")],
-    )
+    times = [a["all_reduce"] for a in both[0]]
+    assert times[0] == times[1], "that of the slowest rank"
+    assert times[0]["num_bytes"] == 16384
+    assert times[0]["seconds"] > 0
+    report = format_report(both[0], [Finding(level="WARN", check="all-reduce", message="slow")])
     assert report.splitlines()[-1].startswith("WARN: ")
 
 
@@ -281,7 +218,7 @@ def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
         lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
     )
     store = dist.HashStore()
-    plan = Plan(largest_bytes=4096, timeout_s=10, interface="lo")
+    plan = Plan(num_bytes=4096, timeout_s=10, interface="lo")
 
     def work(rank: int, world_size: int, group: Any) -> Any:
         return examine(store, plan, {}, rank=rank, local_rank=rank, world_size=world_size)
@@ -305,16 +242,23 @@ def bound_port(*, listens: bool) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+@pytest.fixture
+def set_master(monkeypatch) -> Callable[..., None]:
+    def set_variables(rank: int, address: str, port: int) -> None:
+        for name, value in (("NODE_RANK", rank), ("MASTER_ADDR", address), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
 def doctor(capsys: Any, *args: str) -> tuple[int, list[str]]:
     status = main(["doctor", "--timeout-s", "5", *args])
     return status, capsys.readouterr().out.splitlines()
 
 
 def test_a_step_that_blocks_is_given_up_and_an_error_is_passed_on():
-    release = threading.Event()
     with pytest.raises(machine.DeadlinePassed, match=r"waiting did not end within 0\.1 s"):
-        machine.within(0.1, "waiting", release.wait)
-    release.set()
+        machine.within(0.1, "waiting", lambda: threading.Event().wait(1))
     with pytest.raises(ZeroDivisionError, match="division"):
         machine.within(5, "dividing", lambda: 1 / 0)
 
@@ -323,16 +267,13 @@ def test_alone_everything_is_looked_at_and_nothing_fails(capsys):
     status, lines = doctor(capsys)
     assert status == 0
     names = {line.split("  ")[1].strip() for line in lines if line.startswith(("PASS  ", "WARN  "))}
-    assert names == {
-        *("versions", "devices", "interface", "shared memory", "limits", "CPU cores", "all-reduce")
-    }
+    assert names == {"versions", "devices", "interface", "CPU cores", "all-reduce"}
     assert lines[-1].startswith(("PASS: ", "WARN: "))
 
 
-def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(capsys, monkeypatch):
+def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(capsys, set_master):
     with bound_port(listens=False) as port:
-        for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
-            monkeypatch.setenv(name, str(value))
+        set_master(1, "127.0.0.1", port)
         status, lines = doctor(capsys, "--timeout-s", "2")
     assert status == 1
     (line,) = [line for line in lines if line.startswith("FAIL  ")]
@@ -341,12 +282,11 @@ def test_a_master_where_nothing_listens_fails_with_address_port_and_interface(ca
     assert lines[-1].startswith("FAIL: ")
 
 
-def test_a_master_is_waited_for(monkeypatch, capsys):
+def test_a_master_is_waited_for(monkeypatch, capsys, set_master):
     with closing(socket.socket()) as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        for name, value in (("NODE_RANK", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
-            monkeypatch.setenv(name, str(value))
+        set_master(1, "127.0.0.1", port)
         problems = []
 
         def connect_problem(*args: Any) -> str | None:
@@ -369,39 +309,29 @@ def test_a_master_is_waited_for(monkeypatch, capsys):
         ("203.0.113.9", "203.0.113.9 is not an address of this host"),
     ],
 )
-def test_rank_0_says_why_it_cannot_be_the_master(address, complaint, capsys, monkeypatch):
+def test_rank_0_says_why_it_cannot_be_the_master(address, complaint, capsys, set_master):
     with bound_port(listens=True) as port:
-        for name, value in (("NODE_RANK", 0), ("MASTER_ADDR", address), ("MASTER_PORT", port)):
-            monkeypatch.setenv(name, str(value))
+        set_master(0, address, port)
         status, lines = doctor(capsys)
     assert status == 1
     assert any(complaint in line and str(port) in line for line in lines if line.startswith("FAIL  "))
 
 
-def test_a_free_port_is_opened_by_rank_0(capsys, monkeypatch):
+def test_a_free_port_is_opened_by_rank_0(capsys, set_master):
     with bound_port(listens=False) as port:
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
+        set_master(0, "127.0.0.1", port)
         status, lines = doctor(capsys, "--timeout-s", "60", "--json")
     document = json.loads("\n".join(lines))
     assert (status, document["verdict"]) in {(0, "PASS"), (0, "WARN")}
     assert "port" in {finding["check"] for finding in document["findings"]}
 
 
-def test_missing_variables_fail_at_once(capsys, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    status, lines = doctor(capsys, "--nodes", "2")
-    assert status == 1
-    assert any("NODE_RANK, MASTER_PORT not set" in line for line in lines if line.startswith("FAIL  "))
-
-
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
-def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, monkeypatch):
+def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, set_master):
     """In a network of its own, on a cable whose other end nobody holds."""
-    for name, value in (("NODE_RANK", "1"), ("MASTER_ADDR", "10.197.41.2"), ("MASTER_PORT", "29500")):
-        monkeypatch.setenv(name, value)
+    set_master(1, "10.197.41.2", 29500)
     outcome: list[Any] = []
 
     def lonely() -> None:
@@ -444,13 +374,13 @@ sys.exit(main(["doctor", *sys.argv[1:]]))
 
 def test_under_torchrun_rank_0_reports_for_all_ranks():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    args = ["--json", "--max-mb", "0.1", "--timeout-s", "60"]
+    args = ["--json", "--size-mb", "0.1", "--timeout-s", "60"]
     document = json.loads(run_script(LAUNCHED, args, launcher=launcher, timeout_s=240).check().stdout)
     assert document["verdict"] in ("PASS", "WARN")
     assert [rank["local_rank"] for rank in document["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in document["ranks"]}) == 2
-    assert [t["num_bytes"] for t in document["all_reduce"]["timings"]] == [4096, 16384, 65536]
-    assert {"torchrun", "clocks", "all-reduce"} <= {f["check"] for f in document["findings"]}
+    assert document["all_reduce"]["num_bytes"] == 104856
+    assert {"torchrun", "all-reduce"} <= {f["check"] for f in document["findings"]}
     reached = [f["message"] for f in document["findings"] if f["check"] == "master"]
     assert sum("answers" in message for message in reached) == 1
     assert sum(message == "rank 1: reached" for message in reached) == 1
@@ -468,9 +398,8 @@ def test_a_rank_whose_peers_do_not_come_ends_within_its_deadline():
 
 
 @pytest.mark.slow
-def test_local_ranks_are_started_measured_and_drawn(capsys):
-    status = main(["doctor", "--processes", "2", "--max-mb", "0.1", "--timeout-s", "60"])
+def test_local_ranks_are_started_and_measured(capsys):
+    status = main(["doctor", "--processes", "2", "--size-mb", "0.1", "--timeout-s", "60"])
     out = capsys.readouterr().out
     assert status == 0, out
-    assert "float32 over gloo, 2 ranks" in out
-    assert [line.split()[0] for line in out.splitlines() if "KiB " in line] == ["4", "16", "64"]
+    assert "0.1 MiB of float32 over gloo, 2 ranks" in out

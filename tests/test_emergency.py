@@ -242,20 +242,13 @@ def fit(
         **options,
     )
     if isinstance(strategy, Told):
-        control = strategy.control = SimpleNamespace(
-            alarm=InterruptGuard(), interrupt=Interrupt(), is_over=False
-        )
+        control: Any = SimpleNamespace(alarm=InterruptGuard(), interrupt=Interrupt(), is_over=False)
+        strategy.control = control
         control.alarm._claim_signal = lambda: None  # nobody rings here
         control.alarm.arm()  # as in a run
         context: Any = SimpleNamespace(control=control)
         strategy.observer = EmergencyObserver(trainer, Communication(), context)
-        strategy.checkpoint = EmergencyCheckpoint(
-            trainer,
-            strategy.observer.ledger,
-            folder,
-            complete=lambda checkpoint, path: None,
-            ours=control,  # type: ignore[arg-type]
-        )
+        strategy.checkpoint = EmergencyCheckpoint(strategy.observer.ledger, folder, control)
     trainer.fit(model, DataLoader(Samples(model)), DataLoader(torch.ones(2, 4)), ckpt_path=checkpoint)
     return trainer
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparison import assert_all_as_torch, assert_as_torch, assert_same, grads_of, state_of
+from comparison import assert_all_as_torch, assert_as_torch, grads_of, state_of
 from harness import run_ranks, run_threads
+from models import Branches
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,7 @@ KIB = 1024
 
 
 class Net(nn.Module):
-    """Three layers, the middle one of 256 KiB, which is copied into its bucket as soon as it arrives."""
+    """Three layers; with the width 256 the middle one is copied into its bucket as soon as it arrives."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -72,9 +72,8 @@ def with_options(rank, world_size, wrap, width, options):
 
 def test_gradients_do_not_depend_on_how_they_get_into_the_buckets() -> None:
     cases = [
-        (width, {"batched_grad_copy": batched, "gradient_as_bucket_view": view})
+        (width, {"batched_grad_copy": True, "gradient_as_bucket_view": view})
         for width in (8, 256)
-        for batched in (True, False, None)
         for view in (True, False)
     ]
     answers = assert_all_as_torch(with_options, 2, cases)
@@ -88,10 +87,10 @@ def bucket_bytes(rank, world_size, group, options):
     model = BucketedDDP(net(256), process_group=group, **options)
     sizes = []
     for step in range(2):
-        sizes.append(list(model.logging_data()["bucket_sizes"]))
-        model(x_of(rank, step)).sum().backward()
-    model(x_of(rank))
-    return [*sizes[:1], model.logging_data()["rebuilt_bucket_sizes"]]
+        output = model(x_of(rank, step))  # the second forward plans again
+        sizes.append([bucket.flat.nbytes for bucket in model.reducer.buckets])
+        output.sum().backward()
+    return sizes
 
 
 @pytest.mark.parametrize(
@@ -112,14 +111,6 @@ def test_bucket_cap_mb_list_caps_the_first_bucket_the_second_and_all_that_follow
         assert sizes == [first, rebuilt]
 
 
-def list_of_caps(rank, world_size, wrap, caps):
-    return train(wrap(net(256), bucket_cap_mb_list=caps), rank)
-
-
-def test_a_list_of_caps_trains_as_under_torch() -> None:
-    assert_all_as_torch(list_of_caps, 2, [([0.001, 0.01, 1],), ([25],)])
-
-
 def test_caps_that_are_no_sizes_are_named() -> None:
     def rank_main(rank, world_size, group):
         with pytest.raises(ConfigurationError, match=r"bucket_cap_mb_list=\[1, 0\]: expected sizes in MiB"):
@@ -130,18 +121,7 @@ def test_caps_that_are_no_sizes_are_named() -> None:
     run_threads(rank_main, 1)
 
 
-# ---------------------------------------------------------------- unused buckets, delayed parameters
-
-
-class Branches(nn.Module):
-    """The sum of the branches that it is told to take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(3, 1, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor, use: str) -> Tensor:
-        return torch.stack([getattr(self, name)(x).sum() for name in use]).sum()
+# ---------------------------------------------------------------- unused buckets
 
 
 @pytest.mark.parametrize(("skips", "expected"), [(True, [3, 1, 2, 3]), (False, [3, 3, 3, 3])])
@@ -161,90 +141,10 @@ def test_buckets_of_which_nothing_was_used_are_not_reduced(skips, expected) -> N
             seen.append("".join(n for n in "abc" if getattr(model.module, n).weight.grad is not None))
             for p in model.module.parameters():
                 assert p.grad is None or p.grad.unique().item() == 1.5
-            reduced.append(model.logging_data()["num_buckets_reduced"])
+            reduced.append(model._get_ddp_logging_data()["num_buckets_reduced"])
         return seen, reduced
 
     assert run_threads(rank_main, 2) == [(["abc", "a", "bc", "abc"], expected)] * 2
-
-
-class Delayed(nn.Module):
-    """An input layer that is used twice, in two forwards of one step, and a layer on top."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(4, 4)
-        self.in_double = nn.Linear(4, 4, dtype=torch.float64)
-        self.top = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.top(self.in_double(torch.tanh(self.shared(x)).double()).float())
-
-
-def delayed(rank, world_size, wrap, names, hooked):
-    torch.manual_seed(rank)  # other weights on each rank: those of rank 0 have to win
-    module = Delayed()
-    params = dict(module.named_parameters())
-    delay = {
-        "delay_all_reduce_named_params": [(n, params[n]) for n in names],
-        "param_to_hook_all_reduce": params[hooked],
-    }
-    # torch never waits for its delayed all-reduce, on gloo a race; its plain mean is the same number
-    model = wrap(module, **({} if wrap is DistributedDataParallel else delay))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    seen = [state_of(module)]
-    for step in range(3):
-        optimizer.zero_grad()
-        model(x_of(rank, step)).square().sum().backward()
-        seen.append(grads_of(module))
-        optimizer.step()
-    return [*seen, state_of(module)]
-
-
-def test_delayed_parameters_are_averaged_when_the_hooked_one_is_ready() -> None:
-    for names in (["top.weight", "top.bias"], ["top.weight", "shared.bias"]):
-        for first, second in zip(*assert_as_torch(delayed, 2, names, "shared.weight"), strict=True):
-            assert_same(first, second, "both ranks")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["shared.weight"], ["in_double.weight", "top.bias", "in_double.bias"], ["shared.weight", "top.weight"]],
-    ids=" ".join,
-)
-def test_delayed_parameters_of_several_dtypes_and_the_hooked_one_itself_get_the_mean(names) -> None:
-    """Torch keeps them in one flat tensor of float32, and reduces it before the hooked one is in there."""
-    expected = run_ranks(delayed, 2, BucketedDDP, ["top.bias"], "shared.weight")
-    for rank, found in enumerate(run_ranks(delayed, 2, BucketedDDP, names, "shared.weight")):
-        assert_same(found, expected[rank], f"rank {rank}")
-
-
-def all_delayed(rank, world_size):
-    module = net()
-    model = BucketedDDP(
-        module,
-        delay_all_reduce_named_params=list(module.named_parameters()),
-        param_to_hook_all_reduce=module.one.weight,
-    )
-    return train(model, rank)
-
-
-def test_all_parameters_may_be_delayed() -> None:
-    # torch 2.13 fails in forward then; the means are those of any other wrapper
-    expected = run_ranks(with_options, 2, BucketedDDP, 8, {})
-    for rank, found in enumerate(run_ranks(all_delayed, 2)):
-        assert_same(found, expected[rank], f"rank {rank}")
-
-
-def test_delayed_parameters_and_the_hooked_one_go_together() -> None:
-    def rank_main(rank, world_size, group):
-        module = net()
-        with pytest.raises(ConfigurationError, match="hook_all_reduce need each other"):
-            BucketedDDP(module, process_group=group, param_to_hook_all_reduce=module.one.weight)
-        named = [("one.bias", module.one.bias)]
-        with pytest.raises(ConfigurationError, match="hook_all_reduce need each other"):
-            BucketedDDP(module, process_group=group, delay_all_reduce_named_params=named)
-
-    run_threads(rank_main, 1)
 
 
 # ---------------------------------------------------------------- groups
@@ -388,32 +288,6 @@ def test_a_parameter_that_moves_within_the_module_is_still_averaged() -> None:
     assert_as_torch(moved, 2)
 
 
-# ---------------------------------------------------------------- optimizers in backward
-
-
-def in_backward(rank, world_size, num_steps, options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the import uses torch.jit.script
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-    after, during = BucketedDDP(net(), **options), net()
-    _apply_optimizer_in_backward(torch.optim.SGD, during.parameters(), {"lr": 0.1, "momentum": 0.9})
-    model = BucketedDDP(during, **options)
-    optimizer = torch.optim.SGD(after.parameters(), lr=0.1, momentum=0.9)
-    for step in range(num_steps):
-        after(x_of(rank, step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model(x_of(rank, step)).square().sum().backward()
-        assert [p.grad for p in during.parameters()] == [None] * 6
-    return [torch.equal(a, b) for a, b in zip(after.parameters(), during.parameters(), strict=True)]
-
-
-def test_optimizers_in_backward_step_on_the_mean() -> None:
-    for options in ({}, {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": False}):
-        assert run_ranks(in_backward, 2, 4, options) == [[True] * 6] * 2
-
-
 # ---------------------------------------------------------------- second derivatives, teardown, static graphs
 
 
@@ -432,38 +306,6 @@ def test_a_second_backward_through_averaged_gradients_is_refused_with_a_way_out(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
         assert run_threads(rank_main, 2) == [[False] * 6] * 2
-
-
-def wraps_twice(rank, world_size):
-    module = net()
-    BucketedDDP(module).teardown()
-    return train(BucketedDDP(module), rank)
-
-
-def test_after_teardown_the_module_can_be_wrapped_again() -> None:
-    expected = run_ranks(with_options, 2, BucketedDDP, 8, {})
-    for rank, found in enumerate(run_ranks(wraps_twice, 2)):
-        assert_same(found, expected[rank], f"rank {rank}")
-
-
-def test_teardown_removes_every_hook() -> None:
-    def rank_main(rank, world_size, group):
-        module = net()
-        named = [("one.bias", module.one.bias)]
-        model = BucketedDDP(
-            module,
-            process_group=group,
-            delay_all_reduce_named_params=named,
-            param_to_hook_all_reduce=module.one.weight,
-        )
-        model.teardown()
-        hooks = [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
-        module(torch.full((1, 4), rank + 1.0)).sum().backward()
-        return hooks, len(module.one.weight._backward_hooks or ()), module.one.weight.grad.clone()
-
-    (hooks, num_backward_hooks, first_grad), (_, _, second_grad) = run_threads(rank_main, 2)
-    assert (hooks, num_backward_hooks) == ([0] * 6, 0)
-    assert not torch.equal(first_grad, second_grad), "each rank has its own again"
 
 
 class Reentrant(nn.Module):
@@ -543,23 +385,6 @@ NESTINGS = {
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
-def test_unused_parameters_are_found_from_any_container(nesting) -> None:
-    class Nested(Branches):
-        def forward(self, x: Tensor, use: str) -> Any:
-            self.loss = super().forward(x, use)
-            return NESTINGS[nesting](self.loss)
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Nested(), process_group=group, find_unused_parameters=True)
-        seen = []
-        for use in ("abc", "ab", "c"):
-            model.zero_grad()
-            outputs = model(torch.full((1, 3), rank + 1.0), use)
-            assert any(t is model.module.loss for t in find_tensors(outputs))
-            model.module.loss.backward()
-            grads = [p.grad for p in model.module.parameters()]
-            seen.append([None if g is None else g.unique().item() for g in grads])
-        return seen
-
-    expected = [[1.5, 1.5, 1.5], [1.5, 1.5, None], [None, None, 1.5]]
-    assert run_threads(rank_main, 2) == [expected] * 2
+def test_the_search_finds_tensors_in_any_container(nesting) -> None:
+    loss = torch.ones(())
+    assert any(found is loss for found in find_tensors(NESTINGS[nesting](loss)))

@@ -189,7 +189,7 @@ def check_report(result: ScriptResult, fault: str, victim: int, moment: str) -> 
 
 @starts
 def test_the_failure_is_reported_where_the_launching_process_is_gone(tmp_path, launcher) -> None:
-    """The guard prints what the rank has handed to it, or under `run` the control process."""
+    """The guard prints what the rank has handed to it, or under `run` the supervisor."""
     result = run_user(tmp_path, launcher=launcher, fault="exception", rank=1, quits=0)
     assert result.returncode == 7, result.stderr
     check_report(result, "exception", 1, "forward")

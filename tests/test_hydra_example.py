@@ -83,6 +83,10 @@ def test_a_sweep_of_two_processes_leaves_one_result_that_collect_reads(tmp_path)
 
 
 def test_results_become_a_table_of_means_over_the_seeds_and_a_picture(tmp_path, monkeypatch, capsys):
+    collect = load_module("collect")
+    monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"no result\.json below"):
+        collect.main()
     runs = (("a=1,b=2", 2, 0.25), ("a=1,b=3", 2, 0.5), ("a=1,b=2", 2, 0.75), ("a=1,b=2", 4, 0.125))
     for i, (name, world_size, accuracy) in enumerate(runs):
         point = {"step": 6, "val_loss": 2 * accuracy, "val_accuracy": accuracy}
@@ -90,8 +94,7 @@ def test_results_become_a_table_of_means_over_the_seeds_and_a_picture(tmp_path, 
         document = {"data": "digits", "world_size": world_size, "steps": 6, "seconds": 1.0, "curve": curve}
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "result.json").write_text(json.dumps({**document, "name": name}))
-    monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path)])
-    load_module("collect").main()
+    collect.main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
     assert [(row[1], row[2], float(row[5]), float(row[6])) for row in rows] == [
         ("b=2,ranks=2", "2", 50.0, 1.0),
@@ -101,9 +104,3 @@ def test_results_become_a_table_of_means_over_the_seeds_and_a_picture(tmp_path, 
     with Image.open(tmp_path / "results.png") as picture:
         assert picture.width > 1000
         assert len(set(picture.convert("L").resize((200, 100)).tobytes())) > 20, "the picture is blank"
-
-
-def test_a_folder_without_results_is_an_error_that_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"no result\.json below"):
-        load_module("collect").main()

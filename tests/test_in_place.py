@@ -81,17 +81,6 @@ def test_small_gradients_arrive_in_the_bucket(options, in_bucket) -> None:
     run_threads(rank_main, 2)
 
 
-def test_gradients_that_are_there_before_are_added_to() -> None:
-    def rank_main(rank, _world_size, group):
-        model = wrapped(group)
-        model.module.left.weight.grad = torch.ones(2, 3)
-        model(INPUT * (rank + 1)).backward()
-        assert torch.equal(model.module.left.weight.grad, 1 + 1.5 * INPUT.expand(2, 3))
-        assert torch.equal(model.module.right.weight.grad, 1.5 * INPUT.expand(2, 3))
-
-    run_threads(rank_main, 2)
-
-
 def test_a_hook_of_the_user_may_put_another_tensor_there() -> None:
     def rank_main(rank, _world_size, group):
         model = wrapped(group)
@@ -146,17 +135,6 @@ def test_a_parameter_without_a_gradient_has_none_after_the_error() -> None:
         assert model.module.right.weight.grad is not None
 
     run_threads(rank_main, 2)
-
-
-def test_a_parameter_without_a_gradient_has_none_after_the_warning() -> None:
-    def rank_main(_rank, _world_size, group):
-        model = BucketedDDP(Heads(), process_group=group)
-        with pytest.warns(UserWarning, match=r"left\.weight"):
-            model(INPUT, "right").backward()
-        assert model.module.left.weight.grad is None
-        assert model.module.right.weight.grad is not None
-
-    run_threads(rank_main, 1)
 
 
 def test_an_exception_in_backward_leaves_none_at_the_next_forward() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simulation.network import Socket
 
-from lightning_ddp.supervise.actions import Accuse, Action, Kill, Say, Send, StartProcess
+from lightning_ddp.supervise.actions import Accuse, Action, End, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Peer
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
@@ -64,8 +64,9 @@ class Job:
         self.go()
 
     def connect(self, place: int, start: int | None = None, *, is_launcher: bool = False) -> Process:
-        who = Identity(rank=place, node_rank=self.node_of[place], host="h", pid=100 + len(self._ranks))
-        process = self.state.connected(who, self.now, start=start, is_launcher=is_launcher)
+        node, pid = self.node_of[place], 100 + len(self._ranks)
+        who = Identity(rank=place, node_rank=node, host="h", pid=pid, start=start)
+        process = self.state.connected(who, self.now, is_launcher=is_launcher)
         rank = self._ranks[process] = RankState(place, is_new=start is not None)
         rank.begin_run("fit")
         if start is not None:
@@ -156,21 +157,6 @@ class Job:
 # ---------------------------------------------------------------------- when something is due
 
 
-def test_nothing_is_due_again_and_again_while_enough_are_there_and_one_has_not_answered() -> None:
-    job = Job(2, ReplaceSettings(min_world_size=2, wait_s=5.0))
-    job.stuck.add(0)
-    job.fail(1, 5)
-    job.connect(1, start=1)
-    job.go(6.0)  # the time to wait is over
-    job.deaf.add(0)
-    job.rank(0).settle()
-    job.say(job.member(0))
-    job.go()
-    assert job.state.phase is JobPhase.HOLDING
-    deadline = job.state.deadline(job.now)
-    assert deadline is None or deadline > job.now
-
-
 def test_a_member_that_says_only_that_it_fails_is_told_of_after_a_while() -> None:
     job = Job(2)
     job.rank(1).fail("cannot continue: bad sample")
@@ -191,11 +177,11 @@ def test_a_process_that_is_told_to_end_and_does_not_is_killed_so_that_its_place_
     new = job.connect(1, start=1)
     job.state.dismiss(0, job.now)  # its node is asked to leave
     job.go(GRACE_S - 0.1)
-    assert Kill(new) not in job.done
+    assert End(new) not in job.done
     job.go(0.2)
     assert not job.state.unexplained(job.now)
     job.go()
-    assert Kill(new) in job.done
+    assert End(new) in job.done
 
 
 # ---------------------------------------------------------------------- why a run ends
@@ -215,16 +201,16 @@ def test_too_few_ranks_end_the_run() -> None:
 def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_over() -> None:
     job = Job(3, ReplaceSettings(min_world_size=3, wait_s=5.0))
     job.fail(2, 5)
-    assert (job.state.phase, job.members) == (JobPhase.HOLDING, (0, 1))
+    assert (job.state.phase, job.members) == (JobPhase.SHORT, (0, 1))
     assert {job.rank(place).look() for place in (0, 1)} == {Passage.WAIT}
     job.connect(2, start=1)
     job.go()
     assert (job.state.phase, job.members, job.state.cause) == (JobPhase.RUNNING, (0, 1, 2), None)
     job.fail(0, 6)
-    assert job.state.deadline(job.now) == job.now - SETTLE_S + 5.0
-    job.go(5.0 - 2 * SETTLE_S)
-    assert job.state.phase is JobPhase.HOLDING
-    job.go(SETTLE_S)
+    assert job.state.deadline(job.now) == job.now + 5.0
+    job.go(4.9)
+    assert job.state.phase is JobPhase.SHORT
+    job.go(0.11)
     assert job.state.phase is JobPhase.OVER
     assert "2 ranks remain" in str(job.state.reason)
     assert "no new ranks have joined within wait_s=5 s" in str(job.state.reason)
@@ -385,12 +371,12 @@ def test_a_rank_without_an_answer_is_lost_as_well_and_known_to_have_ended_before
     job.go(GRACE_S - 2 * SETTLE_S)
     assert job.members == (0, 1)
     job.go(SETTLE_S)
-    late = next(action.process for action in job.done if isinstance(action, Kill))
+    late = [action.process for action in job.done if isinstance(action, End)][-1]
     assert (job.members, late.place) == ((0,), 1)
     job.go(SETTLE_S)
     assert job.state.phase is JobPhase.RECOVERING
     record = FailureRecord.of_identity(late.identity, "killed", exit_code=-signal.SIGKILL)
-    assert job.state.exited(record, job.now) is None
+    assert not job.state.exited(record, job.now)
     job.go()
     assert (job.state.phase, job.new_generation().before) == (JobPhase.RUNNING, (0, 1, 2))
     assert f"it did not stop within failure_grace_s={GRACE_S:g} s" in job.state.history.tell()
@@ -483,10 +469,7 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_emp
     assert job.starts() == [(1, 1)]
     waited = []
     for number in range(2, 6):
-        pid = 900 + number  # it has not even connected
-        ended = FailureRecord(rank=1, node_rank=0, pid=pid, message="exited with code 1", exit_code=1)
-        assert job.state.exited(ended, job.now) is None
-        job.go()
+        end_early(job, number - 1)
         at = job.state.deadline(job.now)
         assert at is not None
         waited.append(at - job.now)
@@ -498,17 +481,22 @@ def test_a_place_that_fails_again_soon_waits_longer_each_time_and_then_stays_emp
     assert (job.state.deadline(job.now), job.members) == (None, (0,))
 
 
-def test_the_end_of_a_process_that_has_not_connected_counts_once() -> None:
+def end_early(job: Job, start: int, pid: int = 900) -> None:
+    """A process in place 1 ends before it has connected."""
+    record = FailureRecord(rank=1, node_rank=0, pid=pid, start=start, message="exited", exit_code=1)
+    assert not job.state.exited(record, job.now)
+    job.go()
+
+
+@pytest.mark.parametrize("pid", [900, 101], ids=["new pid", "that of the process before"])
+def test_the_end_of_a_process_that_has_not_connected_counts_once(pid) -> None:
     job = Job(2, ReplaceSettings())
     job.fail(1, 10)
     assert job.starts() == [(1, 1)]
-    ended = FailureRecord(rank=1, node_rank=0, pid=900, message="exited with code 1", exit_code=1)
-    job.state.exited(ended, job.now)
-    job.go()
+    end_early(job, 1, pid)
     job.go(0.5)
     assert job.starts() == [(1, 2)]
-    job.state.exited(ended, job.now)  # its launcher tells of it once more
-    job.go()
+    end_early(job, 1, pid)  # its launcher tells of it once more
     job.connect(1, start=2)
     job.go()
     assert job.members == (0, 1)
@@ -562,7 +550,7 @@ def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> No
     for pid in (1, 2):
         who = Identity(rank=0, node_rank=0, host="h", pid=pid)
         with pytest.raises(ProtocolError) if pid == 2 else nullcontext():
-            state.connected(who, 0.0, start=None, is_launcher=False)
+            state.connected(who, 0.0, is_launcher=False)
     state.tick(0.0)
     assert not state.has_met
 
@@ -612,7 +600,6 @@ def test_an_older_report_changes_nothing() -> None:
     job = Job(2)
     process = job.member(1)
     newest = process.report
-    assert newest is not None
     older = replace(newest, number=newest.number - 1, phase=RankPhase.STOPPED, wish=STOP, ended=9)
     for report in (older, replace(older, number=newest.number)):
         job.state.reported(process, report, job.now)
@@ -736,6 +723,6 @@ def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_onc
     )
     for rank in range(3):
         peer: Any = Peer(Socket())  # type: ignore[arg-type]
-        control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), None, False), 0.0)
+        control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), False), 0.0)
         control.decide(0.0)
     assert sent.ranks[-3:] == [1, 2, 0]

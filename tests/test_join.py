@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
-from harness import run_ranks, run_ranks_outcomes, run_threads
+from harness import run_ranks, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import ConfigurationError
@@ -170,24 +168,6 @@ def test_three_ranks_that_end_at_three_different_steps(join_options) -> None:
             assert all(torch.equal(state[name], final[0][name]) for name in state)
 
 
-def test_the_divisor_is_that_of_the_closed_form() -> None:
-    def run(rank, world_size, wrap, join_options):
-        module = nn.Linear(1, 1, bias=False)
-        model = wrap(module)
-        seen = []
-        with model.join(**join_options):
-            for _ in range(1 + 2 * rank):
-                module.zero_grad()
-                model(torch.full((1, 1), rank + 1.0)).sum().backward()
-                seen.append(module.weight.grad.item())
-        return seen
-
-    # rank 0 has one step with gradient 1, rank 1 three with gradient 2
-    initial, active = assert_all_as_torch(run, 2, [({},), (ACTIVE_ONLY,)])
-    assert initial == [[1.5], [1.5, 1.0, 1.0]]
-    assert active == [[1.5], [1.5, 2.0, 2.0]]
-
-
 def last_joiner(rank, world_size, counts):
     """Each rank's parameters are moved apart before the end, so that it shows whose model all take."""
     module = Counting()
@@ -269,29 +249,7 @@ def test_forwards_without_gradients_change_nothing_while_others_have_run_out(cou
         assert_same(state, by_rank[0][1][1], "the model at the end")
 
 
-# ---------------------------------------------------------------- early termination, errors
-
-
-def terminates_early(rank, world_size, wrap, counts):
-    module = seeded("plain")
-    model = wrap(module)
-    done = []
-
-    def train() -> None:
-        with model.join(throw_on_early_termination=True):
-            for step in range(counts[rank]):
-                model(inputs(rank, step)).sum().backward()
-                done.append(step)
-
-    with pytest.raises(RuntimeError, match=r"exhausted (all )?inputs") as caught:
-        train()
-    return len(done), str(caught.value), grads_of(module)
-
-
-def test_throw_on_early_termination_stops_all_ranks_at_the_first_end() -> None:
-    for by_rank in assert_all_as_torch(terminates_early, 2, [((2, 5),), ((4, 1),)]):
-        steps = [num_steps for num_steps, _, _ in by_rank]
-        assert steps in ([2, 2], [1, 1])
+# ---------------------------------------------------------------- errors
 
 
 def test_join_needs_a_default_process_group() -> None:
@@ -302,46 +260,3 @@ def test_join_needs_a_default_process_group() -> None:
 
     assert not dist.is_initialized()
     run_threads(rank_main, 2)
-
-
-def fails_inside(rank, world_size):
-    model = BucketedDDP(seeded("plain"))
-    with model.join():
-        for step in range(3 if rank == 1 else 1):
-            model(inputs(rank, step)).sum().backward()
-            if rank == 1 and step == 2:
-                raise ZeroDivisionError("in the loop")
-    return "ended"
-
-
-def test_an_exception_in_the_loop_of_the_last_rank_is_its_own() -> None:
-    outcome = run_ranks_outcomes(fails_inside, 2, timeout_s=4)[1]  # rank 0 waits for it in vain
-    assert (outcome.status, outcome.exception_type) == ("raised", "ZeroDivisionError")
-
-
-# ---------------------------------------------------------------- with another joinable
-
-
-def with_zero(rank, world_size, wrap, counts, join_options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the import uses torch.jit.script
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    module = seeded("plain")
-    model = wrap(module, bucket_cap_mb=1e-6)
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.05)
-    seen = []
-    with Join([model, optimizer], **join_options):
-        for step in range(counts[rank]):
-            optimizer.zero_grad()
-            model(inputs(rank, step)).square().sum().backward()
-            seen.append(grads_of(module))
-            optimizer.step()
-    return seen, state_of(module)
-
-
-def test_join_together_with_a_sharded_optimizer() -> None:
-    cases = [(counts, options) for counts in ((2, 4), (4, 1)) for options in ({}, ACTIVE_ONLY)]
-    for by_rank in assert_all_as_torch(with_zero, 2, cases):
-        (_, state_0), (_, state_1) = by_rank
-        assert all(torch.equal(state_0[name], state_1[name]) for name in state_0)

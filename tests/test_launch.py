@@ -24,12 +24,11 @@ from harness import RUN, ScriptResult, free_port, run_script, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
-from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import interface, rendezvous
 from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 
@@ -248,21 +247,29 @@ def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, numbe
         script.wait_until(lambda: f"has waited 5 s for {what}" in script.output())
         os.kill(pids[f"begun-{rank % 2}"]["pid"], number)
         result = script.wait(LONGEST_END_S)
-    if node_rank == 1:
-        assert result.returncode == 128 + number, result.stderr
-    elif number == signal.SIGTERM:
-        assert result.returncode == 1
+    if rank % 2 == 0:
+        assert result.returncode == -number, result.stderr
+        return
+    assert result.returncode == 1
     report = result.stderr.rpartition("lightning_ddp: ")[2]
-    assert report.startswith(f"rank {rank} ("), result.stderr
-    assert f"{number.name} after it had waited " in report, result.stderr
-    assert f"s for {what}" in report, result.stderr
+    assert report.startswith(f"rank {rank} (node 0, host "), result.stderr
+    assert f"the process was killed by {number.name}" in report, result.stderr
 
 
-BETWEEN_RUNS = """
-import os, signal, sys, threading, time
-import pytorch_lightning as pl
+TRAINS = """
+import gc, os, signal, sys, threading, time, weakref
+import pytorch_lightning as pl, torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
+
+names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+quiet = dict.fromkeys(names, False)
+
+def trainer(strategy="custom_ddp", devices=2, **more):
+    options = {"limit_val_batches": 0, **quiet, **more}
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
+"""
+BETWEEN_RUNS = f"""{TRAINS}
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.job_context import job_context
 
@@ -271,16 +278,13 @@ def state():
     return sorted(thread.name for thread in threading.enumerate() if not thread.daemon), ours
 
 def tell(when):
-    print(f"rank {rank}, {when}:", "as before" if state() == before else state(), flush=True)
+    print("rank", f"{{rank}}, {{when}}:", "as before" if state() == before else state(), flush=True)
 
 def fit():
-    trainer = pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=2,
-        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    )
-    trainer.fit(BoringModel())
+    ours = trainer(max_epochs=1, limit_train_batches=2)
+    ours.fit(BoringModel())
     tell("fitted")
-    trainer.validate(BoringModel(), verbose=False)
+    ours.validate(BoringModel(), verbose=False)
     tell("validated")
 
 def fail():
@@ -304,13 +308,13 @@ try:
     if rank == victim:
         fail()
     if sys.argv[3] == "handle" and rank == victim:
-        print(f"the script's handler has heard {heard}", flush=True)
+        print("the script's handler has heard", heard, flush=True)
     if sys.argv[3] == "wait" and rank != victim:
         print("heard meanwhile:", job_context().control.wait_for_verdict(30).rank, flush=True)
     if has_more:
         fit()
 except lightning_ddp.PeerFailure as failure:
-    print(f"heard {failure}", flush=True)
+    print("heard", failure, flush=True)
     raise
 print("ended well", flush=True)
 """
@@ -378,19 +382,11 @@ def check_between_runs(victim: int, how: str, then: str, words: str) -> None:
     assert words in report, context
 
 
-FORGETS_ITS_TRAINER = """
-import gc, os, weakref
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-trainer, model = pl.Trainer(
-    strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, limit_val_batches=0, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-), BoringModel()
-trainer.fit(model)
-references = [weakref.ref(kept) for kept in (trainer, trainer.strategy, model)]
-del trainer, model
+FORGETS_ITS_TRAINER = f"""{TRAINS}
+ours, model = trainer(max_steps=1), BoringModel()
+ours.fit(model)
+references = [weakref.ref(kept) for kept in (ours, ours.strategy, model)]
+del ours, model
 gc.collect()
 print("alive:", [type(kept()).__name__ for kept in references if kept() is not None], flush=True)
 """
@@ -402,18 +398,9 @@ def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
     assert result.stdout.count("alive: []") == 2
 
 
-LONE = """
-import os, threading
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-trainer = pl.Trainer(
-    strategy="custom_ddp", accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0,
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
+LONE = f"""{TRAINS}
 before = set(os.environ)
-trainer.fit(BoringModel())
+trainer(devices=1, max_steps=1).fit(BoringModel())
 names = [name for name in set(os.environ) - before if "LIGHTNING_DDP" in name or "GLOO" in name]
 print("left:", [thread.name for thread in threading.enumerate()], names)
 """
@@ -469,11 +456,7 @@ def test_a_process_that_still_starts_when_its_launcher_is_killed_ends_by_itself(
         assert script.wait(DEADLINE_S, leftover_grace_s=10.0).returncode == -signal.SIGKILL
 
 
-ALONE = """
-import os, sys, time
-import pytorch_lightning as pl
-from lightning_ddp import CustomDDPStrategy
-from pytorch_lightning.demos.boring_classes import BoringModel
+ALONE = f"""{TRAINS}
 from pytorch_lightning.plugins import TorchCheckpointIO
 
 class Slow(TorchCheckpointIO):
@@ -487,12 +470,8 @@ class Model(BoringModel):
             os._exit(0)
 
 if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy=CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Slow()), accelerator="cpu",
-        devices=1, max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Model())
+    strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Slow())
+    trainer(strategy, devices=1, max_steps=2).fit(Model())
     print("fitted", flush=True)
 """
 
@@ -583,13 +562,32 @@ while not folder.joinpath("go").exists():
 """
 
 
+def children_of(
+    source: str, *arguments: str, num: int = 1, logs: Path | None = None
+) -> tuple[Children, list[FailureRecord]]:
+    """Children that will run a text, and what is told of their ends."""
+    ended: list[FailureRecord] = []
+    children = Children(ended.append)
+    program = Program("script", "-c", [source, *arguments])
+    children.launch = Launch(
+        command=ChildCommand(program=program, cwd=os.getcwd(), logs=logs),
+        environment=dict(os.environ),
+        first_rank=0,
+        node_rank=0,
+        num_ranks=1 + num,
+        world_size=1 + num,
+        is_later=False,
+        goes_on=False,
+        grace_s=1.0,
+    )
+    return children, ended
+
+
 def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
-    failures: list[FailureRecord] = []
-    children = Children(failures.append)
+    children, ended = children_of(WITH_DEATH_SIGNAL, str(tmp_path))
 
     def start() -> None:
-        command = ChildCommand(arguments=[sys.executable, "-c", WITH_DEATH_SIGNAL, str(tmp_path)])
-        children.start(1, command, dict(os.environ))
+        children.start_all()
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
 
@@ -597,8 +595,8 @@ def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
     thread.start()
     thread.join(DEADLINE_S)
     (tmp_path / "go").touch()
-    assert children.join(DEADLINE_S)
-    assert failures == []
+    children.end(DEADLINE_S)
+    assert [record.exit_code for record in ended] == [0]
 
 
 @pytest.mark.parametrize("is_in_background", [False, True])
@@ -631,24 +629,18 @@ def test_bad_arguments_are_named_and_nothing_is_left(arguments, message) -> None
     assert message in result.stderr
 
 
-OWN_LAUNCHER = """
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
+OWN_LAUNCHER = f"""{TRAINS}
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
-import lightning_ddp
 
 class Strategy(lightning_ddp.CustomDDPStrategy):
     def _configure_launcher(self):
         arguments = self.cluster_environment, self.num_processes, self.num_nodes
         self._launcher = _SubprocessScriptLauncher(*arguments)
 
-trainer = pl.Trainer(
-    strategy=Strategy(), accelerator="cpu", devices=2, max_steps=2, limit_val_batches=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(BoringModel())
-trainer.validate(BoringModel(), verbose=False)
-print("trained", trainer.world_size, flush=True)
+ours = trainer(Strategy(), max_steps=2, limit_val_batches=1)
+ours.fit(BoringModel())
+ours.validate(BoringModel(), verbose=False)
+print("trained", ours.world_size, flush=True)
 """
 
 
@@ -656,12 +648,7 @@ def test_a_strategy_with_a_launcher_of_the_users_trains_and_validates() -> None:
     assert run_script(OWN_LAUNCHER, timeout_s=DEADLINE_S).check().stdout.count("trained 2\n") == 2
 
 
-BAD_MODEL = """
-import torch
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp, os, sys
-
+BAD_MODEL = f"""{TRAINS}
 class Model(BoringModel):
     def __init__(self):
         super().__init__()
@@ -675,10 +662,7 @@ class Model(BoringModel):
             self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
 
 if __name__ == "__main__":
-    pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Model())
+    trainer(max_steps=3).fit(Model())
 """
 
 
@@ -717,14 +701,8 @@ def test_a_model_that_cannot_be_trained_is_an_error_that_names_the_cause(kind, m
         assert message in result.stderr
 
 
-WITHOUT_GUARD = """
-import sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])
-pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+WITHOUT_GUARD = f"""{TRAINS}
+trainer(lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])).fit(BoringModel())
 """
 
 
@@ -738,17 +716,11 @@ def test_a_script_without_a_main_guard_is_told_of_it(start_method) -> None:
     assert "the process exited with code 1; its output is above" in result.stderr
 
 
-UNPICKLABLE = """
-import sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
+UNPICKLABLE = f"""{TRAINS}
 if __name__ == "__main__":
     model = BoringModel()
-    model.layer.extra = {"names": ["a", lambda x: x]}
-    strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])
-    pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False).fit(model)
+    model.layer.extra = ["a", lambda x: x]
+    trainer(lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])).fit(model)
 """
 
 
@@ -762,18 +734,14 @@ def test_what_does_not_pickle_is_an_error_that_names_another_way_to_start(start_
     assert 'strategy="custom_ddp"' in error
 
 
-def test_several_nodes_need_a_port_that_all_know() -> None:
-    with pytest.raises(ConfigurationError, match="num_nodes=2, but MASTER_PORT is not set"):
+@pytest.mark.parametrize(
+    ("known", "missing"), [("MASTER_ADDR", "MASTER_PORT"), ("MASTER_PORT", "MASTER_ADDR")]
+)
+def test_several_nodes_need_an_address_that_all_know(monkeypatch, known, missing) -> None:
+    monkeypatch.setenv(known, "29500" if known == "MASTER_PORT" else "10.0.0.1")
+    monkeypatch.delenv(missing, raising=False)
+    with pytest.raises(ConfigurationError, match=f"num_nodes=2, but {missing} is not set"):
         rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=2, node_rank=0)
-
-
-def test_a_store_on_a_port_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            RendezvousError, match=f"port {port} on 127.0.0.1, named by MASTER_PORT, is in use"
-        ):
-            rendezvous.HostedStore("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
@@ -784,14 +752,16 @@ def test_a_node_that_the_run_does_not_have_is_an_error(variable, strategy, tmp_p
     assert f"Error: {variable}=1, but the nodes of Trainer(num_nodes=1) are counted from 0" in result.stderr
 
 
-@pytest.mark.parametrize("is_alive", [False, True])
-def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(is_alive) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    pid = os.getpid() if is_alive else ended.pid  # nor is this process the parent of the script
+@pytest.mark.parametrize("what", ["alive", "gone", "zombie"])
+def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(what) -> None:
     script = "import lightning_ddp, os; print(os.environ.get('LIGHTNING_DDP_PARENT_PID'))"
-    result = run_script(script, env={"LIGHTNING_DDP_PARENT_PID": str(pid)}, timeout_s=DEADLINE_S)
-    if is_alive:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        if what == "gone":
+            ended.wait()
+        pid = os.getpid() if what == "alive" else ended.pid  # nor is this process the parent of the script
+        result = run_script(script, env={"LIGHTNING_DDP_PARENT_PID": str(pid)}, timeout_s=DEADLINE_S)
+    if what == "alive":
         assert (result.returncode, result.stdout) == (0, "None\n")
     else:
         assert result.returncode == 1
@@ -821,40 +791,22 @@ def test_a_malformed_port_is_named(monkeypatch) -> None:
             rendezvous.named_port()
 
 
-def test_the_first_failing_child_is_reported_once_and_at_once() -> None:
-    interrupt = Interrupt()
-    seen: list[FailureRecord] = []
-
-    def on_failure(child: FailureRecord) -> None:
-        seen.append(child)
-        interrupt.set(RuntimeError("child"))
-
-    children = Children(on_failure)
-    for rank in (1, 2):
-        command = [sys.executable, "-c", "import signal; signal.pause()"]
-        children.start(rank, ChildCommand(arguments=command), dict(os.environ))
-    start = time.monotonic()
+def test_each_end_of_a_child_is_reported_at_once() -> None:
+    children, ended = children_of("import signal; signal.pause()", num=2)
+    children.start_all()
     children.send_signal(signal.SIGTERM)
-    failure = children.first_failure(wait_s=20)
-    assert failure is not None
-    assert failure.exit_code == -signal.SIGTERM
-    assert children.join(20)
-    assert seen == [failure]
-    assert isinstance(interrupt.error, RuntimeError)
-    assert time.monotonic() - start < 20
+    children.end(DEADLINE_S)
+    assert sorted(record.rank for record in ended) == [1, 2]
+    assert {record.exit_code for record in ended} == {-signal.SIGTERM}
+    assert children.first_failure() in ended
 
 
-def test_a_failing_child_is_reported_also_when_its_log_has_been_removed(tmp_path) -> None:
-    seen: list[FailureRecord] = []
-    children = Children(seen.append)
+def test_the_end_of_a_child_is_reported_also_when_its_log_has_been_removed(tmp_path) -> None:
     source = "import os, sys; os.unlink(sys.argv[1]); sys.exit(3)"
-    command = [sys.executable, "-c", source, str(tmp_path / "1.log")]
-    children.start(1, ChildCommand(arguments=command, logs=tmp_path), dict(os.environ))
-    failure = children.first_failure(wait_s=20)
-    assert failure is not None
-    assert (failure.exit_code, failure.traceback) == (3, None)
-    assert children.join(20)
-    assert seen == [failure]
+    children, ended = children_of(source, str(tmp_path / "1.log"), logs=tmp_path)
+    children.start_all()
+    children.end(DEADLINE_S)
+    assert [(record.exit_code, record.traceback) for record in ended] == [(3, None)]
 
 
 def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None:
@@ -863,7 +815,7 @@ def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None
     ours.rendezvous.host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
     who, settings = Identity(rank=0, node_rank=0), SupervisionSettings()
     store = ours.rendezvous.hosted
-    server = ours.open_server("127.0.0.1", store, identity=who, world_size=1, num_nodes=1, settings=settings)
+    server = ours.open_server("127.0.0.1", store, world_size=1, num_nodes=1, settings=settings)
     listener = server._connections._listener
     try:
         ours.connect(store, who, settings, timeout_s=DEADLINE_S)
@@ -929,15 +881,14 @@ def test_nothing_of_a_fit_stays_in_a_process_that_only_waits_for_the_ranks(strat
 
 
 def test_children_that_do_not_end_in_time_are_killed_and_named(capsys) -> None:
-    failures: list[FailureRecord] = []
-    children = Children(failures.append)
-    for rank, source in enumerate(["", "import signal; signal.pause()"], start=1):
-        command = ChildCommand(arguments=[sys.executable, "-c", source])
-        children.start(rank, command, dict(os.environ))
-    assert children.procs[0].wait(DEADLINE_S) == 0
+    source = "import os, signal; os.environ['LOCAL_RANK'] == '2' and signal.pause()"
+    children, ended = children_of(source, num=2)
+    children.start_all()
+    while not ended:
+        time.sleep(0.01)
     children.end(0.0)
-    assert [proc.returncode for proc in children.procs] == [0, -signal.SIGKILL]
+    assert [process.returncode for process in children.procs] == [0, -signal.SIGKILL]
     assert capsys.readouterr().err == (
         f"lightning_ddp: rank 2 (pid {children.procs[1].pid}) did not end, and was killed\n"
     )
-    assert failures == []
+    assert [record.rank for record in ended] == [1], "an end that is no news"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,10 +11,11 @@ import pytest
 import test_replace
 import test_shrink
 from harness import RUN, start_script
-from test_shrink import fault
+from test_shrink import fault, logged_rows
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch.step_stop import PREEMPTED
 
 LEAVE = {"on_failure": "shrink", "on_preemption": "leave"}
 
@@ -40,13 +40,15 @@ class Ledger(test_shrink.Ledger):
         assert not list(self.folder.glob("**/emergency*"))
 
 
-def train(folder: Path, *faults: dict[str, Any], launcher: tuple[str, ...] = (), **order: Any) -> Ledger:
+def train(
+    folder: Path, *faults: dict[str, Any], launcher: tuple[str, ...] = (), code: int = 0, **order: Any
+) -> Ledger:
     """Steps take longer than it takes to agree on a boundary: else the last one may be before that."""
     order = {"folder": str(folder), "faults": faults, "step_s": 0.1, **order}
     order["strategy"] = {**LEAVE, **order.get("strategy", {})}
     with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
         result = script.wait()
-        assert result.returncode == 0, script.output()
+        assert result.returncode == code, script.output()
     ledger = Ledger(folder)
     ledger.output = result.stderr
     return ledger
@@ -95,9 +97,7 @@ def test_rank_0_leaves_and_its_loggers_go_on(launcher, start_method, tmp_path) -
 
 def recovery_counts(folder: Path) -> list[str]:
     """`recovery/count` in the file of the logger, row by row."""
-    (metrics,) = folder.glob("logs/*/version_*/metrics.csv")
-    rows = csv.DictReader(metrics.read_text().splitlines())
-    return [row["recovery/count"] for row in rows if row.get("recovery/count")]
+    return [row["recovery/count"] for row in logged_rows(folder) if row.get("recovery/count")]
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])
@@ -135,7 +135,7 @@ def test_all_stop_where_too_few_would_stay(asked, tmp_path) -> None:
     launcher = RUN if len(asked) == 3 else ()
     order = {"devices": 3, "strategy": {"on_failure": options}}
     faults = [leaves(place, "forward", 3) for place in asked]
-    ledger = train(tmp_path, *faults, launcher=launcher, **order)
+    ledger = train(tmp_path, *faults, launcher=launcher, code=PREEMPTED, **order)
     assert sorted(entry["place"] for entry in ledger.of("excepts")) == [0, 1, 2]
     assert ledger.of("changes") == []
     assert len({max(e["step"] for e in ledger.commits if e["place"] == place) for place in range(3)}) == 1
@@ -161,7 +161,7 @@ def test_a_rank_leaves_local_training_at_a_round(name, tmp_path) -> None:
 def test_a_signal_of_the_scheduler_is_the_notice_and_sigterm_stops_all(tmp_path) -> None:
     order = {"devices": 3, "strategy": {"on_preemption": {"name": "leave", "signal": "SIGUSR1"}}}
     faults = leaves(2, "forward", 2, signal="SIGUSR1"), leaves(1, "forward", None, generation=1)
-    ledger = train(tmp_path, *faults, **order)
+    ledger = train(tmp_path, *faults, code=PREEMPTED, **order)
     assert [entry["sizes"] for entry in ledger.changes] == [[3, 2]] * 2
     assert [entry["place"] for entry in ledger.of("excepts")] == [0, 1]
     assert [entry["place"] for entry in ledger.of("is torn down")] == [2]

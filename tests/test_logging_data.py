@@ -1,23 +1,14 @@
-"""What a wrapper tells of itself: torch's keys with torch's values, and a public form in plain units."""
+"""The logging data that torch's tests read of a wrapper: torch's keys with torch's values."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from comparison import run_both
-from harness import run_ranks, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-from lightning_ddp import BucketedDDP
-from lightning_ddp.errors import CommHookError, ConfigurationError
-
-PHASES = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
-MEANS = [f"avg_{phase}_time_s" for phase in PHASES]
 
 
 class Net(nn.Module):
@@ -38,9 +29,6 @@ class Net(nn.Module):
 
 def x_of(rank: int, step: int = 0) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-# ---------------------------------------------------------------- against torch
 
 
 def data_of(rank, world_size, wrap, options, with_hook, skips) -> Any:
@@ -111,158 +99,3 @@ def test_torchs_keys_have_torchs_values(name) -> None:
         times = {key for key in theirs[-1] if key.endswith(("_time", "_time_start", "_time_end"))}
         assert len(times) == 13
         assert times <= ours[-1].keys()
-
-
-# ---------------------------------------------------------------- the public form
-
-
-def test_construction_is_told_in_plain_values() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Net(), process_group=group, bucket_cap_mb=2)
-        data = model.logging_data()
-        assert [key for key in MEANS if key in data] == [], "nothing was timed yet"
-        return {key: data[key] for key in expected}
-
-    num_float, num_double = 4 * 8 + 8 + 4 * 4 + 4 + 8 * 2 + 2, 8 * 8 + 8
-    expected = {
-        "module_name": "Net",
-        "world_size": 2,
-        "backend_name": "gloo",
-        "device_ids": None,
-        "bucket_cap_bytes": 2 * 1024 * 1024,
-        "bucket_sizes": [8 * num_double, 4 * num_float],
-        "dtypes": ["float32", "float64"],
-        "num_parameter_tensors": 8,
-        "total_parameter_size_bytes": 4 * num_float + 8 * num_double,
-        "comm_hook": None,
-        "num_steps": 0,
-        "num_buckets_reduced": 0,
-        "unused_parameter_size": 0,
-        "has_rebuilt_buckets": False,
-        "join_uneven_inputs": False,
-        "error": None,
-    }
-    for data in run_threads(rank_main, 2):
-        data["bucket_sizes"].sort(reverse=True)
-        expected["bucket_sizes"].sort(reverse=True)
-        assert data == expected
-
-
-def test_times_are_there_after_two_steps_and_fit_together() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Net(), process_group=group, bucket_cap_mb=1e-5)
-        present = []
-        for step in range(4):
-            model(x_of(rank, step)).backward()
-            present.append([key for key in MEANS if key in model.logging_data()])
-        return present, model.logging_data(), model._get_ddp_logging_data()
-
-    for present, data, of_torch in run_threads(rank_main, 2):
-        assert present == [[], MEANS, MEANS, MEANS]
-        assert all(0 < data[key] < 10 for key in MEANS)
-        _, backward, comm, overlap = (data[key] for key in MEANS)
-        assert overlap <= min(backward, comm)
-        assert data["num_steps"] == 4
-        assert data["num_buckets_reduced"] == 8
-        moments = [
-            of_torch[f"{name}_time_{edge}"]
-            for name, edge in (
-                ("forward_compute", "start"),
-                ("backward_compute", "start"),
-                ("backward_comm", "start"),
-                ("backward_compute", "end"),
-                ("backward_comm", "end"),
-            )
-        ]
-        assert moments == sorted(moments)
-        assert of_torch["forward_compute_time"] == moments[1] - moments[0]
-        assert of_torch["backward_comm_time"] == moments[4] - moments[2]
-
-
-def test_after_ten_steps_one_in_the_sample_rate_is_timed() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(nn.Linear(4, 1), process_group=group)
-        model._set_ddp_runtime_logging_sample_rate(5)
-        iterations = []
-        for step in range(23):
-            model(x_of(rank, step)).sum().backward()
-            iterations.append(model._get_ddp_logging_data().get("iteration", 0))
-        with pytest.raises(ConfigurationError, match="should be equal or greater than 1"):
-            model._set_ddp_runtime_logging_sample_rate(0)
-        return iterations, model.logging_data()["error"]
-
-    for iterations, error in run_threads(rank_main, 1):
-        # figures of a step are published when the next forward begins
-        assert sorted(set(iterations) - {0}) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 20]
-        assert "sample rate 0" in error
-
-
-def test_a_hook_an_unused_parameter_and_an_error_are_told() -> None:
-    def my_hook(state: Any, bucket: Any) -> Any:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Net(), process_group=group, find_unused_parameters=True)
-        model.register_comm_hook(None, my_hook)
-        model(x_of(rank), False).backward()
-        data = model.logging_data()
-        assert data["comm_hook"].endswith("my_hook")
-        assert data["unused_parameter_size"] == 4 * (4 * 4 + 4)
-        assert data["error"] is None
-        with pytest.raises(CommHookError, match="can only be called once"):
-            model.register_comm_hook(None, my_hook)
-        assert "can only be called once" in model.logging_data()["error"]
-        of_torch = model._get_ddp_logging_data()
-        assert (of_torch["has_error"], of_torch["error"]) == (1, model.logging_data()["error"])
-        model.update_process_group(group)
-        assert "can only be called once" in model.logging_data()["error"], "also after ranks were lost"
-
-    run_threads(rank_main, 1)
-
-
-def test_join_is_told() -> None:
-    assert run_ranks(joins, 2) == [(False, True)] * 2
-
-
-def joins(rank, world_size):
-    model = BucketedDDP(nn.Linear(4, 1))
-    before = model.logging_data()["join_uneven_inputs"]
-    with model.join():
-        model(x_of(rank)).sum().backward()
-    return before, model.logging_data()["join_uneven_inputs"]
-
-
-# ---------------------------------------------------------------- the log
-
-
-@pytest.fixture
-def _debug_level_restored() -> Any:
-    before = dist.get_debug_level()
-    yield
-    dist.set_debug_level(before)
-
-
-@pytest.mark.usefixtures("_debug_level_restored")
-@pytest.mark.parametrize(
-    ("level", "num_constructed", "num_times"), [("OFF", 0, 0), ("INFO", 1, 0), ("DETAIL", 1, 3)]
-)
-def test_the_debug_level_decides_what_is_logged(level, num_constructed, num_times, caplog) -> None:
-    dist.set_debug_level(getattr(dist.DebugLevel, level))
-    caplog.set_level(logging.DEBUG, logger="lightning_ddp")
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Net(), process_group=group)
-        for step in range(4):
-            model(x_of(rank, step)).backward()
-
-    run_threads(rank_main, 2)
-    texts = [r.getMessage() for r in caplog.records if r.name == "lightning_ddp"]
-    for rank in range(2):
-        constructed = [t for t in texts if t.startswith(f"constructed on rank {rank}: ")]
-        times = [t for t in texts if t.startswith(f"times on rank {rank}: ")]
-        assert (len(constructed), len(times)) == (num_constructed, num_times)
-        assert all("'module_name': 'Net'" in text and "'bucket_sizes': [" in text for text in constructed)
-        assert all(mean in text for text in times for mean in MEANS)
-    assert len(texts) == 2 * (num_constructed + num_times)

@@ -105,6 +105,8 @@ def test_after_teardown_the_module_is_on_its_own() -> None:
         ({"dim": 1}, ConfigurationError, "dim=1: expected 0"),
         ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected sizes in MiB above 0"),
         ({"check_reduction": True}, ConfigurationError, "check_reduction=True is deprecated"),
+        ({"delay_all_reduce_named_params": []}, ConfigurationError, "delay_all_reduce.* are not supported"),
+        ({"param_to_hook_all_reduce": 1}, ConfigurationError, "param_to_hook_all_reduce are not supported"),
         ({"device_ids": [0]}, ConfigurationError, "but the module is on cpu"),
         ({"output_device": 1}, ConfigurationError, "but the module is on cpu"),
         ({"module": nn.ReLU()}, UnsuitableModuleError, "ReLU has no parameter that requires a gradient"),

@@ -152,7 +152,7 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
             "start_method='thread': expected 'popen', 'spawn', 'fork' or 'forkserver'",
         ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
-        ({"model_averaging_period": 4}, "post-local SGD needs both"),
+        ({"model_averaging_period": 4}, "model_averaging_period are not supported"),
         ({"broadcast_buffers": "never"}, "broadcast_buffers='never': expected 'auto', True or False"),
         ({"process_group_backend": "glo"}, "unknown backend 'glo'; expected "),
         ({"timeout": "60"}, "timeout='60': expected a datetime.timedelta or seconds"),
@@ -178,7 +178,7 @@ def test_a_duration_is_a_timedelta_or_seconds(duration) -> None:
     strategy = CustomDDPStrategy(
         **dict.fromkeys(names, duration), on_failure={"name": "replace", "wait_s": duration}
     )
-    settings = strategy._reconcile_settings
+    settings = strategy._supervision
     assert strategy._group_timeout == strategy._timeout == timedelta(seconds=90)
     assert settings.heartbeat_timeout_s == settings.failure_grace_s == settings.stall_timeout_s == 90
     assert settings.recovery.wait_s == 90

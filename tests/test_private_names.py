@@ -10,7 +10,6 @@ import ast
 import copy
 import ctypes
 import functools
-import gc
 import importlib
 import inspect
 import itertools
@@ -54,6 +53,7 @@ from lightning_ddp._torch import refuse_collectives, run_eagerly, without_engine
 from lightning_ddp.ddp.buffers import unseen_by_autograd
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import UnsupportedVersionError
+from lightning_ddp.hydra_jobs.compositions import JobCallbacks, JobLoader
 
 PACKAGE = Path(lightning_ddp.__file__).parent
 DEPENDENCIES = ("torch", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "torchmetrics")
@@ -225,6 +225,18 @@ def test_lists_of_tensors_are_changed_at_once() -> None:
     assert flat.tolist() == [4.0, 7.0, 7.0]
 
 
+@canary("torch.distributed.distributed_c10d._get_default_store")
+def test_the_store_of_the_default_group_is_known() -> None:
+    """That which its ranks met in, for other keys of theirs."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.distributed_c10d._get_default_store().set("ours", "1")
+        assert dist.distributed_c10d._get_default_store().get("ours") == b"1"
+    finally:
+        dist.destroy_process_group()
+
+
 @canary("torch.autograd._profiler_enabled")
 def test_it_is_known_whether_a_profiler_records() -> None:
     """True while a profiler records this thread."""
@@ -234,44 +246,22 @@ def test_it_is_known_whether_a_profiler_records() -> None:
     assert torch.autograd._profiler_enabled() is False
 
 
-@canary("torch.utils._pytree.tree_map", "torch.utils._pytree.tree_leaves")
+@canary(
+    "torch.utils._pytree.keystr",
+    "torch.utils._pytree.tree_flatten_with_path",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_unflatten",
+)
 def test_nested_containers_are_walked() -> None:
     """Leaves of dicts, lists and tuples in order; containers of the same kinds with other leaves."""
     nested = {"a": [1, (2, 3)], "b": None}
     assert torch.utils._pytree.tree_leaves(nested)[:3] == [1, 2, 3]
     doubled = torch.utils._pytree.tree_map(lambda leaf: leaf and 2 * leaf, nested)
     assert doubled == {"a": [2, (4, 6)], "b": None}
-
-
-@canary(
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._python_dispatch._push_mode",
-    "torch.utils._python_dispatch._pop_mode",
-    "torch._ops.OpOverload()._schema",
-)
-def test_a_mode_sees_each_collective_with_its_name_and_its_group(world) -> None:
-    """A dispatch mode is called for collectives, by `func._schema.name`; the group is among the arguments.
-
-    Pushed, it is one of this thread, of which the process is not told.
-    """
-    seen = []
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            groups = [a for a in args if isinstance(a, torch.ScriptObject)]
-            seen.append((func._schema.name, groups))
-            return func(*args, **(kwargs or {}))
-
-    torch.utils._python_dispatch._push_mode(mode := Mode())
-    world.allreduce([torch.ones(2)]).wait()
-    assert torch.utils._python_dispatch._pop_mode() is mode
-    world.allreduce([torch.ones(2)]).wait()
-    ((name, groups),) = [entry for entry in seen if entry[0].startswith("c10d::")]
-    assert name == "c10d::allreduce_"
-    assert dist.ProcessGroup.unbox(groups[0]).size() == 1
-    from lightning_ddp.ddp.hook_agreement import _CHECKED
-
-    assert [known for known in _CHECKED if not hasattr(torch.ops.c10d, known.removeprefix("c10d::"))] == []
+    leaves, structure = torch.utils._pytree.tree_flatten_with_path(nested)
+    assert torch.utils._pytree.keystr(leaves[1][0]) == "['a'][1][0]"
+    assert torch.utils._pytree.tree_unflatten([2, 4, 6, None], structure) == doubled
 
 
 # ---------------------------------------------------------------------- torch: modules
@@ -397,27 +387,16 @@ def test_nccl_takes_its_time_limit_from_its_options() -> None:
     assert options._timeout == timedelta(seconds=7)
 
 
-@canary(
-    "torch.distributed.ProcessGroup._allgather_base", "torch.distributed.ProcessGroup._reduce_scatter_base"
-)
-def test_flat_collectives_do_their_work_or_say_that_the_backend_has_none() -> None:
-    """One output in the place of a list; a backend without it says so in words that are looked for."""
+@canary("torch.distributed.ProcessGroup._allgather_base")
+def test_an_all_gather_may_fill_one_tensor() -> None:
+    """One output in the place of a list."""
 
-    def rank_main(rank: int, world_size: int, group: dist.ProcessGroup) -> Any:
-        gathered, mine = torch.zeros(2), torch.zeros(1)
+    def rank_main(rank: int, world_size: int, group: dist.ProcessGroup) -> list[float]:
+        gathered = torch.zeros(2)
         group._allgather_base(gathered, torch.tensor([rank + 1.0])).wait()
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        try:
-            group._reduce_scatter_base(mine, gathered, options).wait()
-        except RuntimeError as error:
-            return gathered.tolist(), str(error).lower()
-        return gathered.tolist(), mine.item()
+        return gathered.tolist()
 
-    for rank, (gathered, result) in enumerate(run_threads(rank_main, 2)):
-        assert gathered == [1.0, 2.0]
-        lacks = isinstance(result, str) and re.search("not support|not implemented|unsupported", result)
-        assert lacks or result == 2 * gathered[rank]
+    assert run_threads(rank_main, 2) == [[1.0, 2.0]] * 2
 
 
 @canary("?torch.distributed.device_mesh.DeviceMesh._get_root_mesh")
@@ -563,6 +542,10 @@ def new_trainer(**options: Any) -> pl.Trainer:
     return pl.Trainer(**{**QUIET, "devices": 1, "enable_model_summary": False, **options})
 
 
+STEPS = ("end_advance", "start_epoch", "end_run", "check_sanity", "repeat")
+"""The methods of `wrap_steps`, beside `advance`."""
+
+
 @canary(
     "pytorch_lightning.loops.fit_loop._FitLoop()._combined_loader",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached",
@@ -594,16 +577,7 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
             raise ArithmeticError
 
     trainer = new_trainer(max_epochs=1, limit_val_batches=0, callbacks=[Ends()])
-    _lightning.wrap_steps(
-        trainer,
-        advance=advance,
-        on_advance_end=step,
-        on_epoch_start=step,
-        on_run_start=step,
-        on_run_end=step,
-        sanity_check=step,
-        others=step,
-    )
+    _lightning.wrap_steps(trainer, SimpleNamespace(**dict.fromkeys(STEPS, step), advance=advance))
     trainer.fit(Model(look))
     num_batches = trainer.num_training_batches
     assert seen == list(range(num_batches))
@@ -614,7 +588,6 @@ def test_a_batch_is_finished_by_hand_and_another_one_fetched_anew() -> None:
 @canary(
     "pytorch_lightning.Trainer._run_sanity_check",
     "pytorch_lightning.loops.evaluation_loop._EvaluationLoop()._max_batches",
-    "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_epoch",
     "pytorch_lightning.trainer.connectors.checkpoint_connector._CheckpointConnector.resume_end",
     "pytorch_lightning.callbacks.ModelCheckpoint()._last_global_step_saved",
 )
@@ -626,11 +599,6 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
         called.append(original.__name__)
         if original.__name__ == "_run_sanity_check":
             _lightning.limit_validation(trainer)
-        if original.__name__ == "on_run_start":
-            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
-            _lightning.set_up_validation(trainer)
-            assert trainer.val_dataloaders is data
-            assert trainer.training
         original(*arguments)
 
     saving = pl.callbacks.ModelCheckpoint(tmp_path)
@@ -641,23 +609,14 @@ def test_the_parts_of_a_fit_that_take_no_steps_are_called_by_us(tmp_path: Path) 
         "limit_val_batches": 2,
     }
     trainer = new_trainer(callbacks=[saving], **options)
-    _lightning.wrap_steps(
-        trainer,
-        advance=note,
-        on_advance_end=note,
-        on_epoch_start=note,
-        on_run_start=note,
-        on_run_end=note,
-        sanity_check=note,
-        others=note,
-    )
+    _lightning.wrap_steps(trainer, SimpleNamespace(**dict.fromkeys(STEPS, note), advance=note))
     data = DataLoader(torch.ones(8, 32), sampler=DistributedSampler(range(8), 2, 0))
     trainer.strategy.barrier = called.append
     trainer.fit(Model(lambda model: None), val_dataloaders=data)
     first = called.index(_lightning.FIRST_BARRIERS[0])
     assert called[first : first + 3] == [*_lightning.FIRST_BARRIERS, "_run_sanity_check"]
     called = [name for name in called[first + 2 :] if name and name.isidentifier()]
-    assert called[:4] == ["_run_sanity_check", "setup_data", "on_run_start", "on_advance_start"]
+    assert called[:3] == ["_run_sanity_check", "setup_data", "on_advance_start"]
     assert called[-2:] == ["on_advance_end", "on_run_end"]
     assert _lightning.saved_last(saving) == trainer.global_step
     _lightning.limit_validation(trainer)
@@ -715,16 +674,10 @@ def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
     def call(original: Any, *arguments: Any) -> None:
         original(*arguments)
 
-    def fit(advance: Any, on_epoch_start: Any, sanity_check: Any) -> None:
+    def fit(**own: Any) -> None:
         trainer = new_trainer(max_epochs=1, limit_val_batches=0, limit_train_batches=3)
-        own = {"advance": advance, "on_epoch_start": on_epoch_start, "sanity_check": sanity_check}
-        parts = {
-            name: functools.partial(function, trainer) if function is not call else call
-            for name, function in own.items()
-        }
-        _lightning.wrap_steps(
-            trainer, **parts, on_advance_end=call, on_run_start=call, on_run_end=call, others=call
-        )
+        parts = {name: functools.partial(function, trainer) for name, function in own.items()}
+        _lightning.wrap_steps(trainer, SimpleNamespace(**dict.fromkeys((*STEPS, "advance"), call) | parts))
         trainer.fit(Model(look))
         assert [vars(counter)["completed"] for counter in _lightning.loop_counters(trainer)[:2]] == [3, 3]
 
@@ -735,7 +688,7 @@ def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
         original(fetcher)
 
     def take(trainer: Any, original: Any) -> None:
-        _lightning.prepare_loaders(trainer, validates=False)
+        trainer.fit_loop.setup_data()
         _lightning.restore_checkpoint(trainer, dict(taken["state"]))
         _lightning.callback_metrics(trainer).update(taken["metrics"])
 
@@ -749,9 +702,9 @@ def test_a_fit_takes_over_the_state_of_another_inside_of_its_epoch() -> None:
             _lightning.fetch_anew(trainer, 1)
         original(fetcher)
 
-    fit(give, call, call)
+    fit(advance=give)
     givers, begun = begun, []
-    fit(go_on, enter, take)
+    fit(advance=go_on, start_epoch=enter, check_sanity=take)
     assert [entry[0] for entry in givers] == [0, 1, 2]
     assert [entry[:2] for entry in begun] == [(1, 1), (2, 2)]
     assert begun[0] == givers[1]
@@ -1101,34 +1054,29 @@ def test_a_process_of_a_function_calls_it_and_sends_its_result(monkeypatch) -> N
     assert launcher.procs == []
 
 
-@canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher.launch")
-def test_it_is_known_what_a_process_of_a_function_was_started_with(monkeypatch) -> None:
-    """The list `process_args`, when the launcher sets its `procs`."""
-    monkeypatch.setenv("MASTER_PORT", "1")  # which it sets itself
-    started = []
+@canary("lightning_fabric.strategies.launchers.multiprocessing._check_bad_cuda_fork")
+def test_a_process_that_was_forked_with_cuda_is_not_forked(monkeypatch) -> None:
+    """Which torch knows."""
+    _lightning.check_bad_cuda_fork()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess"):
+        _lightning.check_bad_cuda_fork()
 
-    class Launcher(_lightning.MultiProcessingLauncher):
-        @property
-        def procs(self) -> Any:
-            return []
 
-        @procs.setter
-        def procs(self, processes: Any) -> None:
-            if processes:
-                started.append(_lightning.process_arguments(sys._getframe(1)))
-                raise StopIteration
-
-    def start_processes(function: Any, args: Any, **options: Any) -> Any:
-        started.append(args)
-        return SimpleNamespace(processes=[function])
-
-    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
-    strategy = DDPStrategy(parallel_devices=[CPU])
-    strategy.cluster_environment = LightningEnvironment()
-    with pytest.raises(StopIteration):
-        Launcher(strategy, start_method="forkserver").launch(operator.add, 1, 2)
-    assert started[0] == started[1]
-    assert started[1][:4] == [None, operator.add, (1, 2), {}]
+@canary(
+    "pytorch_lightning.strategies.launchers.multiprocessing._GlobalStateSnapshot",
+    "pytorch_lightning.strategies.launchers._MultiProcessingLauncher._wrapping_function",
+)
+def test_a_spawned_process_draws_as_the_launching_one(monkeypatch) -> None:
+    """And has torch's flags: the last argument of the function that it runs."""
+    for name in ("LOCAL_RANK", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "0")  # which it sets itself
+    launcher = _lightning.MultiProcessingLauncher(DDPStrategy(parallel_devices=[CPU]), start_method="spawn")
+    globals_of_torch, results = _lightning.capture_globals(), queue.SimpleQueue()
+    for _ in range(2):
+        launcher._wrapping_function(0, None, random.random, (), {}, results, globals_of_torch)
+    assert results.get() == results.get()
 
 
 @canary("pytorch_lightning.strategies.launchers._MultiProcessingLauncher._collect_rank_zero_results")
@@ -1238,40 +1186,40 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, *names: tuple[Any, str]) -> list
 
 
 @canary(
-    "hydra._internal.hydra.Hydra",
+    "hydra._internal.hydra.ConfigLoaderImpl",
+    "hydra._internal.callbacks.Callbacks",
     "hydra.core.utils.JobReturn()._return_value",
     "omegaconf.DictConfig._get_parent",
 )
-def test_a_sweep_is_run_by_the_registered_object_and_a_job_s_result_lies_there_before_its_end(
-    tmp_path, monkeypatch
-) -> None:
-    """Registered, composed, begun; then for each job a configuration, and the function of its launcher."""
+def test_a_sweep_calls_back_and_its_job_can_be_found_while_it_runs(tmp_path, monkeypatch) -> None:
+    """Composed, begun; then for each job a configuration, a callback before its function and one after it."""
+    from hydra._internal.callbacks import Callbacks
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.hydra import Hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.utils import JobReturn, JobStatus
-    from hydra.plugins.launcher import Launcher
+    from hydra.core.utils import JobReturn, JobStatus, run_job
 
     kind = hydra.core.hydra_config.HydraConfig
     called = note_calls(
         monkeypatch,
-        (GlobalHydra, "initialize"),
-        (Hydra, "multirun"),
-        (Hydra, "compose_config"),
+        (ConfigLoaderImpl, "load_configuration"),
         (ConfigLoaderImpl, "load_sweep_config"),
+        (Callbacks, "__init__"),
+        (Callbacks, "on_multirun_start"),
+        (Callbacks, "on_job_start"),
+        (Callbacks, "on_job_end"),
     )
-    results = []
 
     def task(config: DictConfig) -> None:
         called.append(("task", config.x, None))
         given = kind.get()._get_parent()
         assert (given.x, "hydra" in given, given._get_parent()) == (5, True, None)
         assert hydra.core.utils.JobRuntime.instance().get("name") != "UNKNOWN_NAME"
-        objects = gc.get_objects()
-        results.extend(each for each in objects if type(each) is JobReturn and each.cfg is config)
-        assert [each.status for each in results] == [JobStatus.UNKNOWN]
-        (launcher,) = (each for each in objects if issubclass(type(each), Launcher))
-        assert launcher.task_function.__wrapped__ is task, "a Task of ours"
+        (frame,) = (each.frame for each in inspect.stack() if each.frame.f_code is run_job.__code__)
+        job = frame.f_locals
+        assert job["task_function"] is task
+        assert type(job["ret"]) is JobReturn
+        assert (job["ret"].cfg is config, job["ret"].status) == (True, JobStatus.UNKNOWN)
+        context = job["hydra_context"]
+        assert (type(context.config_loader), type(context.callbacks)) == (JobLoader, JobCallbacks), "ours"
         raise ValueError("of a test")
 
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
@@ -1280,10 +1228,13 @@ def test_a_sweep_is_run_by_the_registered_object_and_a_job_s_result_lies_there_b
     with pytest.raises(ValueError, match="of a test"):
         hydra.main(version_base=None, config_path=str(tmp_path))(task)()
     names = [name for name, _, _ in called]
-    assert names[:4] == ["initialize", "compose_config", "multirun", "compose_config"]
-    assert set(names[4:-1]) == {"load_sweep_config"}, "to be checked, and for the job"
-    assert names[-1] == "task"
-    assert (results[0].status, str(results[0]._return_value)) == (JobStatus.FAILED, "of a test")
+    assert names[:4] == ["load_configuration", "load_configuration", "__init__", "on_multirun_start"]
+    assert set(names[4:-3]) == {"load_sweep_config", "load_configuration"}, "to be checked, and for the job"
+    assert names[-3:] == ["on_job_start", "task", "on_job_end"]
+    assert called[-3][2]["task_function"] is task
+    _, arguments, keywords = called[-1]
+    result = keywords.get("job_return") or arguments[-1]
+    assert (result.status, str(result._return_value)) == (JobStatus.FAILED, "of a test")
 
 
 @canary("hydra._internal.hydra.Hydra.create_main_hydra2")
@@ -1303,44 +1254,29 @@ def test_hydra_s_decorator_is_in_a_module_of_its_name_and_a_job_can_have_a_hydra
         GlobalHydra.instance().clear()
 
 
-@canary(
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list",
-)
+@canary("hydra._internal.config_loader_impl.ConfigLoaderImpl._parse_overrides_and_create_caching_repo")
 def test_a_composition_goes_through_what_is_extended(monkeypatch) -> None:
-    """Sources before defaults, and the defaults with the name of the primary configuration."""
+    """With the word whether the command line asks; sources are made before the list of defaults is."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
     from hydra._internal.defaults_list import create_defaults_list
-    from hydra._internal.hydra import Hydra
 
-    called = note_calls(
-        monkeypatch,
-        (Hydra, "compose_config"),
-        (ConfigLoaderImpl, "load_configuration"),
-        (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
-        (ConfigLoaderImpl, "validate_sweep_overrides_legal"),
-        (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
+    parse, parsed = ConfigLoaderImpl._parse_overrides_and_create_caching_repo, []
+    monkeypatch.setattr(
+        ConfigLoaderImpl,
+        "_parse_overrides_and_create_caching_repo",
+        lambda *args: parsed.append(parse(*args)) or parsed[-1],
     )
+    called = note_calls(monkeypatch, (ConfigLoaderImpl, "load_configuration"))
     hydra.core.config_store.ConfigStore.instance().store(name="of_a_test", node={"y": 1})
     with hydra.initialize(version_base=None, config_path=None):
         assert hydra.compose("of_a_test", ["+x=5"]) == {"x": 5, "y": 1}
-    assert [name for name, _, _ in called] == [
-        "compose_config",
-        "load_configuration",
-        "_parse_overrides_and_create_caching_repo",
-        "validate_sweep_overrides_legal",
-        "_compose_config_from_defaults_list",
-    ]
-    assert called[0][2]["from_shell"] is False
-    overrides = called[3][2]["overrides"] if called[3][2] else called[3][1][0]
-    assert [override.input_line for override in overrides] == ["+x=5"]
-    _, defaults, repository = called[4][1]
-    (primary,) = [default.config_path for default in defaults if default.primary]
-    assert primary == "of_a_test"
+    assert [keywords["from_shell"] for _, _, keywords in called] == [False]
+    ((overrides, repository),) = parsed
+    assert [override.key_or_group for override in overrides] == ["x"]
     assert repository.get_sources()[-1].store is not None
     assert isinstance(repository.cache, dict)
-    found = create_defaults_list(repository, primary, overrides, prepend_hydra=True, skip_missing=True)
+    found = create_defaults_list(repository, "of_a_test", overrides, prepend_hydra=True, skip_missing=True)
     assert "hydra/launcher" in found.overrides.known_choices
     assert ImportlibResourcesConfigSource("provider", "pkg://lightning_ddp.conf").is_group("strategy")
 
@@ -1386,11 +1322,10 @@ def test_resolvers_are_asked_in_one_place_and_their_answers_kept_in_the_root(mon
 
     seen, original = [], Container._evaluate_custom_resolver
 
-    def evaluate(
-        self: Any, key: Any, node: Any, inter_type: str, inter_args: Any, inter_args_str: Any
-    ) -> Any:
-        seen.append((self._get_full_key(key), inter_type, inter_args, inter_args_str))
-        return original(self, key, node, inter_type, inter_args, inter_args_str)
+    def evaluate(self: Any, **call: Any) -> Any:
+        key = self._get_full_key(call["key"])
+        seen.append((key, call["inter_type"], call["inter_args"], call["inter_args_str"]))
+        return original(self, **call)
 
     monkeypatch.setattr(Container, "_evaluate_custom_resolver", evaluate)
     name = "of_a_test"

@@ -7,20 +7,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import run_ranks, run_threads, run_threads_outcomes
+from harness import run_ranks, run_threads
 from models import MLP, ConvBatchNorm, MixedDtypes, batch, build
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
 
@@ -92,51 +88,6 @@ def test_parameters_and_buffers_start_as_those_of_rank_0(world_size):
         same = [name for name in first if torch.equal(before[name], first[name])]
         # True is all that a bool can be when it is not 0
         assert same == (list(first) if rank == 0 else ["mask"])
-
-
-class ShowsBuffer(nn.Module):
-    """Returns its buffer as the forward pass saw it, in a graph with its one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("seen", torch.zeros(2))
-
-    def forward(self) -> Tensor:
-        return self.weight * self.seen.clone()
-
-
-BUFFER_PROGRAM = ["sync", "sync", "no_sync", "no_sync", "sync", "no_grad", "no_grad", "sync", "eval", "sync"]
-
-
-def buffers_seen_by_forward(rank, world_size, wrap, options):
-    model = wrap(ShowsBuffer(), **options)
-    seen = []
-    for step, kind in enumerate(BUFFER_PROGRAM):
-        model.train(kind != "eval")
-        with torch.no_grad():
-            model.module.seen.fill_(10 * step + rank)
-        context = {"no_sync": model.no_sync, "no_grad": torch.no_grad, "eval": torch.no_grad}
-        with context.get(kind, nullcontext)():
-            output = model()
-            if kind in ("sync", "no_sync"):
-                output.sum().backward()
-        seen.append(int(output[0].item()))
-    return seen
-
-
-def test_buffers_come_from_rank_0_before_the_forwards_where_torch_does_it():
-    expected = run_ranks(buffers_seen_by_forward, 2, DistributedDataParallel, {})
-    found = run_ranks(buffers_seen_by_forward, 2, BucketedDDP, {})
-    assert found == expected
-    steps = range(0, 10 * len(BUFFER_PROGRAM), 10)
-    assert found[0] == list(steps)
-    assert found[1] not in (list(steps), [step + 1 for step in steps]), "some forwards synchronise, not all"
-
-
-def test_buffers_stay_local_without_broadcast_buffers():
-    found = run_ranks(buffers_seen_by_forward, 2, BucketedDDP, {"broadcast_buffers": False})
-    assert found[1] == [10 * step + 1 for step in range(len(BUFFER_PROGRAM))]
 
 
 # ---------------------------------------------------------------- communication hooks
@@ -265,44 +216,6 @@ def test_a_hook_may_return_the_future_of_a_collective():
         assert_equal(again, found)
 
 
-def train_with_torch_hook(rank, world_size, hook, as_view):
-    runs = []
-    for wrap in (DistributedDataParallel, BucketedDDP):
-        module = build("transformer", seed=rank)
-        model = wrap(module, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view)
-        model.register_comm_hook(None, hook)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        for step in range(6):
-            optimizer.zero_grad()
-            backward_of_batch(model, "transformer", rank, step)
-            optimizer.step()
-        runs.append({**module.state_dict(), **{f"grad {n}": g for n, g in grads_of(module).items()}})
-    theirs, ours = runs
-    return [name for name in theirs if not torch.equal(theirs[name], ours[name])]
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook"])
-def test_torch_hooks_give_what_they_give_under_torch(name, as_view):
-    answers = run_ranks(train_with_torch_hook, 2, getattr(default_hooks, name), as_view)
-    # compression rounds each element on its own, so that the bucket in which it travels does not matter
-    assert answers == [[], []]
-
-
-def raises_in_the_hook(rank: int) -> Callable[..., Any]:
-    def my_broken_hook(state, bucket):
-        raise ZeroDivisionError("no norm")
-
-    return my_broken_hook
-
-
-def test_a_hook_that_raises_is_named_on_every_rank():
-    for outcome in run_threads_outcomes(grads_with_hook, 2, raises_in_the_hook, True, timeout_s=15):
-        assert outcome.status == "raised"
-        assert "my_broken_hook" in outcome.message
-        assert "no norm" in outcome.message
-
-
 # ---------------------------------------------------------------- the order of the buckets
 
 
@@ -368,211 +281,6 @@ def test_the_first_bucket_is_smaller_than_the_others_by_default():
     assert FIRST_BUCKET_BYTES < 2 * size * size * 4 < 25 * FIRST_BUCKET_BYTES
     for orders in run_threads(bucket_orders, 2, None, None, size):
         assert orders == [["c", "ba"]] + [["b", "ac"]] * 3
-
-
-# ---------------------------------------------------------------- models that differ between the ranks
-
-
-def wrap_on_each_rank(rank, world_size, group, make_module):
-    BucketedDDP(make_module(rank), process_group=group)
-
-
-def with_another_shape(rank: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7 if rank == 1 else 5))
-
-
-def with_another_dtype(rank: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, dtype=torch.float64 if rank == 1 else None))
-
-
-def with_another_stride(rank: int) -> nn.Module:
-    conv = nn.Conv2d(3, 4, 5)
-    return nn.Sequential(conv.to(memory_format=torch.channels_last) if rank == 1 else conv)
-
-
-def with_another_layer(rank: int) -> nn.Module:
-    layers = [nn.Linear(3, 4)]
-    if rank == 1:
-        layers.append(nn.Linear(4, 5))
-    return nn.Sequential(*layers)
-
-
-def with_another_frozen(rank: int) -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-    module[1].weight.requires_grad_(rank != 1)
-    return module
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    ("make_module", "expected"),
-    [
-        (with_another_shape, ["1.weight", "[5, 4]", "[7, 4]"]),
-        (with_another_dtype, ["1.weight", "float32", "float64"]),
-        (with_another_stride, ["0.weight", "[75, 25, 5, 1]", "[75, 1, 15, 3]"]),
-        (with_another_layer, ["1.weight", "1.bias", " 2 ", " 4"]),
-        (with_another_frozen, ["1.weight", " 4 ", " 3"]),
-    ],
-)
-def test_different_models_are_an_error_on_every_rank(make_module, expected, world_size):
-    for outcome in run_threads_outcomes(wrap_on_each_rank, world_size, make_module, timeout_s=15):
-        assert (outcome.status, outcome.exception_type) == ("raised", "RankMismatchError"), outcome.describe()
-        assert [part for part in ["rank 0", "rank 1", *expected] if part not in outcome.message] == []
-
-
-def test_a_difference_on_the_last_of_three_ranks_names_that_rank():
-    outcomes = run_threads_outcomes(wrap_on_each_rank, 3, lambda rank: with_another_shape(rank - 1))
-    for outcome in outcomes:
-        assert outcome.status == "raised", [outcome.describe() for outcome in outcomes]
-        assert "rank 2 has '1.weight'" in outcome.message
-
-
-def wrap_without_trainable(rank, world_size, group):
-    with pytest.raises(RuntimeError, match=r"Linear has no parameter that requires a gradient"):
-        BucketedDDP(nn.Linear(2, 2).requires_grad_(False), process_group=group)
-    with pytest.raises(RuntimeError, match=r"Tanh has no parameter that requires a gradient"):
-        BucketedDDP(nn.Tanh(), process_group=group)
-
-
-def test_a_module_without_trainable_parameters_is_an_error():
-    run_threads(wrap_without_trainable, 2)
-
-
-def wrap_lazy(rank, world_size, group):
-    module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5), nn.LazyLinear(6, bias=False))
-    expected = r"(?s)(uninitiali[sz]ed|lazy).*1\.weight.*1\.bias.*2\.weight.*forward"
-    with pytest.raises(RuntimeError, match=expected):
-        BucketedDDP(module, process_group=group)
-    module(torch.zeros(1, 3))
-    BucketedDDP(module, process_group=group)
-
-
-def test_lazy_parameters_are_an_error_that_lists_them_until_they_have_shapes():
-    run_threads(wrap_lazy, 2)
-
-
-# ---------------------------------------------------------------- parameters without a gradient
-
-
-class SkipsLayers(nn.Module):
-    """Leaves out the layers that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.middle = nn.ModuleDict({"left": nn.Linear(4, 4), "right": nn.Linear(4, 4)})
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, skip: frozenset[str]) -> Tensor:
-        for name, layer in [
-            ("first", self.first),
-            ("left", self.middle["left"]),
-            ("right", self.middle["right"]),
-            ("last", self.last),
-        ]:
-            if name not in skip:
-                x = layer(x)
-        return x
-
-
-FAULTY_STEP = 2
-
-
-def steps_with_missing(rank, world_size, group, skip_by_rank, options):
-    """The step, the phase and the error that this rank saw, and how long the faulty backward took."""
-    model = BucketedDDP(SkipsLayers(), process_group=group, **options)
-    for step in range(FAULTY_STEP + 1):
-        skip = skip_by_rank.get(rank, frozenset()) if step == FAULTY_STEP else frozenset()
-        output = model(torch.ones(2, 4), skip)
-        started = time.monotonic()
-        try:
-            output.sum().backward()
-        except RuntimeError as error:
-            return step, str(error), time.monotonic() - started
-    return None
-
-
-MISSING = {
-    "left": {"middle.left.weight", "middle.left.bias"},
-    "right": {"middle.right.weight", "middle.right.bias"},
-    "first": {"first.weight", "first.bias"},
-    "last": {"last.weight", "last.bias"},
-}
-ALL_NAMES = set().union(*MISSING.values())
-
-
-SKIPPED = {
-    "both": {0: {"left"}, 1: {"left"}},
-    "both three layers": {0: {"left", "right", "last"}, 1: {"left", "right", "last"}},
-    "rank 1": {1: {"left"}},
-    "rank 0 the last": {0: {"last"}},
-    "rank 0 the first": {0: {"first"}},
-    "different ones": {0: {"left"}, 1: {"right", "last"}},
-}
-CAPS = {"one bucket": None, "one each": ONE_BUCKET_EACH_MB}
-
-
-@pytest.fixture(scope="module")
-def faulty_runs():
-    """All cases at once: a collective that one rank has left pending holds its group to its time limit."""
-    with ThreadPoolExecutor(len(SKIPPED) * len(CAPS)) as pool:
-        yield {
-            (skipped, cap): pool.submit(
-                run_threads,
-                steps_with_missing,
-                2,
-                skip_by_rank,
-                {"bucket_cap_mb": bucket_cap_mb},
-                timeout_s=20,
-                collective_s=3.0,
-            )
-            for skipped, skip_by_rank in SKIPPED.items()
-            for cap, bucket_cap_mb in CAPS.items()
-        }
-
-
-@pytest.mark.xdist_group("missing gradients")
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("skipped", SKIPPED)
-def test_missing_gradients_are_an_error_on_every_rank_in_that_step(faulty_runs, skipped, cap):
-    answers, skip_by_rank = faulty_runs[skipped, cap].result(), SKIPPED[skipped]
-    expected = [set().union(*(MISSING[layer] for layer in skip_by_rank.get(rank, ()))) for rank in range(2)]
-    for answer in answers:
-        assert answer is not None, "the step passed without an error"
-        step, message, seconds = answer
-        assert step == FAULTY_STEP
-        assert seconds < 5
-        assert names_by_rank(message, 2) == expected
-        assert "find_unused_parameters=True" in message
-        assert "requires_grad=False" in message
-
-
-def names_by_rank(message: str, world_size: int) -> list[set[str]]:
-    """The parameters that the message lists for each rank, wherever in the line of that rank they are."""
-    lines = [line.strip() for line in message.splitlines()]
-    found = []
-    for rank in range(world_size):
-        of_rank = [line for line in lines[1:] if line.startswith(f"rank {rank}:")]
-        assert len(of_rank) == 1, f"no line for rank {rank} in: {message}"
-        words = set(of_rank[0].replace(",", " ").replace("'", " ").split())
-        found.append(words & ALL_NAMES)
-    return found
-
-
-def missing_in_processes(rank, world_size, skip_by_rank):
-    return steps_with_missing(rank, world_size, dist.group.WORLD, skip_by_rank, {})
-
-
-@pytest.mark.parametrize("faulty", [0, 1, 2])
-def test_one_of_three_processes_without_a_gradient_stops_all(faulty):
-    answers = run_ranks(missing_in_processes, 3, {faulty: {"right"}}, timeout_s=30)
-    for answer in answers:
-        assert answer is not None, "the step passed without an error"
-        step, message, seconds = answer
-        assert step == FAULTY_STEP
-        assert seconds < 5
-        expected = [MISSING["right"] if rank == faulty else set() for rank in range(3)]
-        assert names_by_rank(message, 3) == expected
 
 
 # ---------------------------------------------------------------- interruptions
@@ -655,58 +363,6 @@ def test_a_signal_handler_runs_while_a_collective_is_pending(name, with_hook, tm
     assert seen == "interrupted"
     assert handled == [getattr(signal, name)]
     assert seconds < 1.0  # 0.2 s is promised; the rest is for a busy machine
-
-
-# ---------------------------------------------------------------- exceptions of the user in backward
-
-
-class UserError(Exception):
-    """Raised by the user's code in backward."""
-
-
-@contextmanager
-def raising_in_backward_at(tensor_of: Callable[[], Tensor]) -> Iterator[None]:
-    def fail(grad: Tensor) -> None:
-        raise UserError("not finite")
-
-    handle = tensor_of().register_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def steps_around_a_user_error(rank, world_size, group, faulty_step, options):
-    module = build("mlp", seed=7)
-    model = BucketedDDP(module, process_group=group, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    num_errors = 0
-    for step in range(5):
-        optimizer.zero_grad()
-        if step == faulty_step:
-            # gradients of the last layers are there, some buckets are on their way, then it raises
-            with (
-                raising_in_backward_at(lambda: module.layers[0].weight),
-                pytest.raises(UserError, match="not finite"),
-            ):
-                backward_of_batch(model, "mlp", rank, step)
-            num_errors += 1
-            continue
-        alone = MLP()
-        alone.load_state_dict(module.state_dict())
-        backward_of_batch(alone, "mlp", rank, step)
-        backward_of_batch(model, "mlp", rank, step)
-        assert_equal(grads_of(module), mean_over_ranks(grads_of(alone), world_size, group))
-        optimizer.step()
-    return num_errors
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("bucket_cap_mb", [None, 0.01, ONE_BUCKET_EACH_MB])
-@pytest.mark.parametrize("faulty_step", [0, 1, 2])
-def test_a_step_after_an_exception_in_backward_is_clean(faulty_step, bucket_cap_mb, as_view):
-    options = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": as_view}
-    assert run_threads(steps_around_a_user_error, 2, faulty_step, options) == [1, 1]
 
 
 # ---------------------------------------------------------------- several threads of autograd

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,9 +17,9 @@ from typing import Any
 import pytest
 
 import lightning_ddp
-from lightning_ddp import BucketedDDP, averaging, callbacks, comm, errors, hooks
+from lightning_ddp import BucketedDDP, CustomDDPStrategy, averaging, callbacks, comm, errors, hooks
 from lightning_ddp.cli import build_parser
-from lightning_ddp.conf.schema import AVERAGERS, HOOKS, ON_FAILURE, REQUIRED, STRATEGY, Option, Schema
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import lateness
 from lightning_ddp.variants import BUILTIN
@@ -26,6 +29,46 @@ REFERENCE = PACKAGE / "docs" / "reference"
 PAGES = sorted(path.stem for path in REFERENCE.glob("*.md"))
 PART = re.compile(r"(?<=<!-- generated: )([\w ]+)( -->\n\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
 Lines = Iterator[str]
+Option = tuple[str, object, str]
+"""Name, default and description of an option."""
+
+ON_FAILURE = {
+    "stop": (None, "End the run on all ranks."),
+    "shrink": (RecoverySettings, "Continue with the remaining ranks."),
+    "replace": (
+        ReplaceSettings,
+        "Continue with the remaining ranks, and start a new process for each lost rank.",
+    ),
+}
+SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
+
+
+def described_arguments(owner: type) -> dict[str, str]:
+    """What the section `Args:` of the docstring of a class says of each."""
+    section = re.search(r"^Args:\n((?:[ ]{4}.*\n?|\n(?=[ ]{4}))+)", inspect.getdoc(owner), re.MULTILINE)
+    entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", textwrap.dedent(section[1]), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def arguments(owner: type, without: Iterable[str]) -> Iterator[Option]:
+    """The arguments of a class; those of the wrapper are described by the wrapper alone."""
+    texts = described_arguments(BucketedDDP) | described_arguments(owner)
+    for name, parameter in inspect.signature(owner).parameters.items():
+        if name not in without:
+            yield name, parameter.default, texts[name]
+
+
+def options(owner: type) -> Iterator[Option]:
+    """The fields of a dataclass, as the strings below them describe them."""
+    texts: dict[str, str] = {}
+    for kind in filter(dataclasses.is_dataclass, reversed(owner.__mro__)):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        for statement, below in itertools.pairwise(definition.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
+                texts[statement.target.id] = " ".join(below.value.value.split())
+    for field in dataclasses.fields(owner):
+        if field.init:
+            yield field.name, field.default, texts[field.name]
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Lines:
@@ -52,19 +95,24 @@ def written(value: object) -> str:
     """A value as it is written in Python, in a code span."""
     if isinstance(value, timedelta):
         return f"`timedelta(minutes={value.total_seconds() / 60:g})`"
-    return "required" if value == REQUIRED else f"`{value!r}`".replace("'", '"')
+    return "required" if value is dataclasses.MISSING else f"`{value!r}`".replace("'", '"')
 
 
-def options(known: Iterable[Option], name: str = "option", column: str = "", old: str = "") -> Lines:
-    rows = ((f"`{option.name}`", written(option.default), option.description) for option in known)
+def option_table(known: Iterable[Option], name: str = "option", column: str = "", old: str = "") -> Lines:
+    rows = ((f"`{option}`", written(default), text) for option, default, text in known)
     return described((name, "default"), rows, column, old)
 
 
-def groups(schemas: Mapping[str, Schema], level: str = "##") -> Lines:
+def groups(kinds: Mapping[str, tuple[type | None, str]], level: str = "##") -> Lines:
     """A section for each name of a group: what it is, and its options."""
-    for name, schema in schemas.items():
-        yield from [f"{level} {name}", "", schema.description, ""]
-        yield from [*options(schema.options), ""] if schema.options else []
+    for name, (owner, description) in kinds.items():
+        yield from [f"{level} {name}", "", description, ""]
+        known = [] if owner is None else [*options(owner)]
+        yield from [*option_table(known), ""] if known else []
+
+
+def catalogue(owners: Mapping[str, type], descriptions: Mapping[str, str]) -> Lines:
+    return groups({name: (owner, descriptions[name]) for name, owner in owners.items()})
 
 
 def names(owner: Any, known: Iterable[str]) -> Lines:
@@ -138,11 +186,13 @@ def command_option(action: argparse.Action) -> tuple[str, str, str]:
 
 
 GENERATED: dict[str, Callable[[str], Lines]] = {
-    "hooks": lambda old: groups(HOOKS),
-    "averagers": lambda old: groups(AVERAGERS),
+    "hooks": lambda old: catalogue(hooks.hook_options(), hooks.available_hooks()),
+    "averagers": lambda old: catalogue(averaging.averager_options(), averaging.available_averagers()),
     "on_failure": lambda old: groups(ON_FAILURE, "###"),
     "strategy names": lambda old: strategy_names(),
-    "strategy arguments": lambda old: options(STRATEGY.options, "argument", "page", old),
+    "strategy arguments": lambda old: option_table(
+        arguments(CustomDDPStrategy, SET_BY_THE_TRAINER), "argument", "page", old
+    ),
     "errors": error_table,
     "commands": lambda old: commands(),
     "callbacks": lambda old: names(callbacks, callbacks.__all__),
@@ -200,7 +250,7 @@ def logged_metrics() -> set[str]:
         record.buckets = [BucketRecord(index=0, num_bytes=8, ready=3, launched=3, done=9)]
     found = set(callbacks.summarize(steps))
     for world_size in (1, 1000):
-        late = callbacks._straggler_metrics(lateness(0, {rank: [rank] for rank in range(world_size)}))
+        late = callbacks._straggler_metrics(lateness({rank: [rank] for rank in range(world_size)}))
         found |= {name.replace("rank0", "rank<r>") for name in late}
     recoveries = (PACKAGE / "elastic" / "recovery.py").read_text()
     return {f"communication/{name}" for name in found} | set(re.findall(r'"(recovery/\w+)"', recoveries))

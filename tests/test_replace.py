@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import statistics
@@ -15,7 +14,7 @@ import pytest
 import test_shrink
 import torch
 from harness import run_script, start_script
-from test_shrink import MOMENTS, SAMPLES, fault
+from test_shrink import MOMENTS, SAMPLES, fault, logged_rows, require_same
 
 DEADLINE_S = 480.0
 SAME = ("parameters", "optimizer", "average", "lr", "generation", "epoch", "batch", "world_size")
@@ -45,18 +44,8 @@ class Ledger(test_shrink.Ledger):
         assert [entry for entry in self.of("excepts") if entry["text"] != raised] == []
         steps = self.by_step()
         assert list(steps) == list(range(len(steps)))
-        for step, entries in steps.items():
-            for key in (
-                "parameters",
-                "optimizer",
-                "average",
-                "lr",
-                "generation",
-                "epoch",
-                "batch",
-                "world_size",
-            ):
-                assert len({entry[key] for entry in entries}) == 1, (step, key, entries)
+        for entries in steps.values():
+            require_same(entries, SAME)
             places = [entry["place"] for entry in entries]
             assert len(places) == len(set(places))
             ranks = {entry["rank"] for entry in entries}
@@ -343,8 +332,7 @@ def test_rank_0_is_replaced_as_well_and_who_sends_the_state_may_die(tmp_path) ->
     ledger.check_members(3)
     assert (tmp_path / "sending").exists()
     assert {tuple(entry["lost"]) for entry in ledger.changes if entry["place"] == 2} >= {(0,)}
-    (metrics,) = tmp_path.glob("logs/*/version_*/metrics.csv")
-    steps = [int(row["step"]) for row in csv.DictReader(metrics.read_text().splitlines()) if row["loss_step"]]
+    steps = [int(row["step"]) for row in logged_rows(tmp_path) if row["loss_step"]]
     assert steps == sorted(steps)
     assert len(steps) <= len(set(steps)) + 2, "of the step in which rank 0 was lost"
 
@@ -357,8 +345,7 @@ def test_a_launching_process_that_is_no_rank_starts_new_ones_in_all_places(tmp_p
     order = {"logs": True, "trainer": {"log_every_n_steps": 1}, "plain": True}
     ledger = train(tmp_path, *kills, launcher=RUN, **order)
     ledger.check_members(3)
-    (metrics,) = tmp_path.glob("logs/*/version_*/metrics.csv")
-    rows = list(csv.DictReader(metrics.read_text().splitlines()))
+    rows = logged_rows(tmp_path)
     logged, taken = [int(row["step"]) for row in rows if row["loss_step"]], range(len(ledger.by_step()))
     assert logged == sorted(logged)
     assert set(logged) <= set(taken)
@@ -527,8 +514,6 @@ def test_a_new_process_has_what_lightning_has_beside_a_step(cell, tmp_path) -> N
         assert ledger.of("excepts") == []
         for entries in ledger.by_step().values():
             for batch in {entry["batch"] for entry in entries}:
-                same = [entry for entry in entries if entry["batch"] == batch]
-                for key in SAME:
-                    assert len({entry[key] for entry in same}) == 1, (key, same)
+                require_same([entry for entry in entries if entry["batch"] == batch], SAME)
     else:
         ledger.check_members(3)

@@ -1,398 +1,288 @@
-"""Predicted steps: closed forms of the simulation, networks by hand, traced hooks, profiles of recordings."""
+"""`bench scaling`: fitted links, schedules and averagers by hand, profiles of recordings, whole runs."""
 
 from __future__ import annotations
 
+import json
 import math
-import statistics
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from harness import run_threads
+from harness.namespaces import can_shape_links
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.ddp.layout import bucket_caps_bytes
+from lightning_ddp.cli import main
+from lightning_ddp.encoding.mean import CHUNK_NUMEL
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hooks import build_hook
-from lightning_ddp.hooks.base import Part
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
-from lightning_ddp.telemetry.timeline import Recording
-from lightning_ddp.tools.hook_program import HookModel, Send, Wait, Work, plain_model, trace_hook
+from lightning_ddp.telemetry.timeline import Recording, save
+from lightning_ddp.tools.bench import scaling
+from lightning_ddp.tools.bench.scaling import Calibration, fit_link, parse_contender
 from lightning_ddp.tools.perf_model import (
-    Network,
-    SimulatedStep,
+    HookCost,
+    Link,
     StepProfile,
     TransferCost,
-    cut_sizes,
+    predict,
     predict_averager,
-    predict_hook,
-    recommend_buckets,
-    simulate,
+    schedule,
 )
 
-FREE = Network(hop=TransferCost(latency_s=0, seconds_per_byte=0))
-LINK = Network(hop=TransferCost(latency_s=0.25, seconds_per_byte=0.01))
+LINK = Link(hop=TransferCost(latency_s=0.25, seconds_per_byte=0.01))
 """An all-reduce of n bytes by two ranks takes half a second and n / 100."""
+MS = 1_000_000
 
 
 def profile_of(*ready: tuple[int, float], end: float = 4.0, rest: float = 0.5) -> StepProfile:
     return StepProfile(backward_start_s=1.0, ready=ready, backward_end_s=end, rest_s=rest)
 
 
-def plain_step(profile: StepProfile, network: Network = LINK, **options: Any) -> SimulatedStep:
-    programs = plain_model([size for size, _ in profile.ready]).programs(2)
-    return simulate(profile, programs, network, 2, is_queued=False, **options)
+# ---------------------------------------------------------------------- the line of a link
 
 
-# ---------------------------------------------------------------------- simulation
+@settings(deadline=None)
+@given(latency_s=st.floats(1e-6, 1e-1), rate=st.floats(1e6, 1e11))
+def test_a_line_is_found_again(latency_s: float, rate: float) -> None:
+    sizes = [0, 4096, 1 << 20, 1 << 24]
+    exact = TransferCost(latency_s=latency_s, seconds_per_byte=1 / rate)
+    fitted = TransferCost.fit([(size, exact.seconds(size)) for size in sizes])
+    assert [fitted.seconds(n) for n in sizes] == pytest.approx([exact.seconds(n) for n in sizes], rel=1e-6)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(1e-6, 1e3)), min_size=1, max_size=8))
+def test_no_part_of_a_line_is_negative_whatever_was_measured(samples: list[tuple[int, float]]) -> None:
+    cost = TransferCost.fit(samples)
+    assert min(cost.latency_s, cost.seconds_per_byte) >= 0
+
+
+@pytest.mark.parametrize("samples", [[], [(10, 0.0)]])
+def test_samples_without_time_are_refused(samples: list[tuple[int, float]]) -> None:
+    with pytest.raises(ConfigurationError, match="seconds above 0"):
+        TransferCost.fit(samples)
+
+
+def test_the_cost_of_a_link_is_found_in_its_probes() -> None:
+    # 2 ms of two latencies and 1 ns a byte; CPU half of that
+    probes = [(float(n), 2e-3 + n * 1e-9, n * 5e-10) for n in scaling._PROBE_BYTES]
+    found = fit_link(probes * 3, is_cpu=True)
+    assert (found.hop.latency_s, found.hop.seconds_per_byte) == pytest.approx((1e-3, 1e-9))
+    assert found.cpu_seconds_per_byte == pytest.approx(5e-10)
+    assert fit_link(probes, is_cpu=False).cores == math.inf
+
+
+# ---------------------------------------------------------------------- schedules
+
+ENCODES = HookCost(size_ratio=0.5, codec_s=0.01, gathers=False)
+GATHERS = HookCost(size_ratio=0.5, codec_s=0.01, gathers=True)
 
 
 @pytest.mark.parametrize(
-    ("ready", "done", "exposed"),
+    ("ready", "options", "num_ranks", "hook", "done"),
     [
-        pytest.param([(100, 4.0)], [5.5], 1.5, id="one bucket, nothing hidden"),
-        pytest.param([(100, 2.0)], [3.5], 0.0, id="all hidden"),
-        pytest.param([(100, 2.0), (100, 3.0), (50, 4.0)], [3.5, 5.0, 6.0], 2.0, id="one after the other"),
-        pytest.param([(100, 1.0), (100, 3.0)], [2.5, 4.5], 0.5, id="the link waits in between"),
+        pytest.param([(100, 2.0), (100, 3.0), (50, 4.0)], {}, 2, None, [3.5, 5.0, 6.0], id="in a queue"),
+        pytest.param([(100, 1.0), (100, 3.0)], {}, 2, None, [2.5, 4.5], id="the link waits in between"),
+        pytest.param(
+            [(100, 2.0)] * 3, {"num_in_flight": 2}, 2, None, [3.5, 4.5, 5.5], id="hops of two at once"
+        ),
+        pytest.param([(100, 2.0)], {}, 1, ENCODES, [2.0], id="a rank alone"),
+        pytest.param([(100, 0.0)], {}, 4, None, [1.5 + 1.5], id="a ring"),
+        pytest.param([(100, 0.0)], {"algorithm": "tree"}, 64, None, [3.0 + 1.96875], id="a tree"),
+        pytest.param(
+            [(100, 0.0)], {"cpu_seconds_per_byte": 0.02}, 2, None, [2.5], id="no faster than the CPU"
+        ),
+        pytest.param(
+            [(100, 2.0)] * 2, {"num_in_flight": 2}, 2, ENCODES, [4.0, 6.0], id="a hook in one thread"
+        ),
+        # twice the data of a rank is decoded; it passes three hops
+        pytest.param([(100, 0.0)], {"algorithm": "tree"}, 4, GATHERS, [0.75 + 1.5 + 2], id="gathers"),
     ],
 )
-def test_buckets_pass_the_link_one_after_the_other(ready, done, exposed) -> None:
-    step = plain_step(profile_of(*ready))
-    assert step.done_s == pytest.approx(done)
-    assert step.exposed_s == pytest.approx(exposed)
-    assert step.step_s == pytest.approx(4.0 + exposed + 0.5)
+def test_collectives_pass_the_link_one_after_the_other(ready, options, num_ranks, hook, done) -> None:
+    assert schedule(ready, Link(hop=LINK.hop, **options), num_ranks, hook)[0] == pytest.approx(done)
 
 
-def test_one_collective_passes_while_another_waits_for_a_hop() -> None:
-    network = Network(hop=LINK.hop, num_in_flight=2)
-    step = plain_step(profile_of((100, 2.0), (100, 2.0), (100, 2.0)), network)
-    assert step.done_s == pytest.approx([3.5, 4.5, 5.5])
-
-
-def test_without_cost_a_step_is_what_is_computed() -> None:
-    profile = profile_of((100, 2.0), (100, 4.0))
-    assert plain_step(profile, FREE).step_s == pytest.approx(profile.compute_s) == pytest.approx(4.5)
-    assert predict_hook(profile, plain_model([100, 100]), LINK, 1).exposed_s == 0.0
-
-
-def test_a_hook_delays_backward_only_where_they_share_a_core() -> None:
-    program = (Work(seconds=1.0), Send(kind="all_reduce", num_bytes=0, ticket=0), Wait(ticket=0))
-    profile = profile_of((100, 2.0))
-    alone = simulate(profile, [program], FREE, 2)
-    assert (alone.done_s[0], alone.backward_end_s) == pytest.approx((3.0, 4.0))
-    shared = simulate(profile, [program], FREE, 2, cores=1.0)
-    assert (shared.done_s[0], shared.backward_end_s) == pytest.approx((4.0, 5.0))
-
-
-def test_sending_takes_its_part_of_the_core() -> None:
-    network = Network(hop=LINK.hop, cpu_seconds_per_byte=0.0075)
-    step = plain_step(profile_of((100, 2.0)), network, cores=1.0)
-    # 1.5 s on the link with half a core: backward computes 0.75 s meanwhile
-    assert (step.done_s[0], step.backward_end_s) == pytest.approx((3.5, 4.75))
-
-
-def test_one_thread_takes_buckets_in_turn_and_encodes_one_piece_while_another_is_sent() -> None:
-    def send(ticket: int) -> Send:
-        return Send(kind="all_reduce", num_bytes=50, ticket=ticket)  # a second
-
-    pieces = (Work(seconds=1.0), send(0), Work(seconds=1.0), send(1), Wait(ticket=0), Wait(ticket=1))
-    step = simulate(profile_of((100, 2.0), (100, 2.0)), [pieces, pieces], LINK, 2)
-    assert step.done_s == pytest.approx([5, 8])
-
-
-def test_what_cannot_be_played_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="2 programs for 1 buckets"):
-        simulate(profile_of((1, 2.0)), [(), ()], LINK, 2)
-    with pytest.raises(ConfigurationError, match="waits for a collective that it has not started"):
-        simulate(profile_of((1, 2.0)), [(Wait(ticket=3),)], LINK, 2)
-    with pytest.raises(ConfigurationError, match="without buckets"):
-        profile_of()
-
-
-moments = st.floats(0, 1)
+def test_a_step_ends_with_backward_its_last_bucket_or_the_work_of_its_cores() -> None:
+    hidden, exposed = profile_of((100, 2.0)), profile_of((100, 2.0), (100, 4.0))
+    assert predict(hidden, LINK, 2).step_s == pytest.approx(4.5) == hidden.compute_s
+    assert predict(exposed, LINK, 2).step_s == pytest.approx(5.5 + 0.5)
+    assert predict(exposed, LINK, 2).efficiency == pytest.approx(4.5 / 6)
+    busy = Link(hop=LINK.hop, cpu_seconds_per_byte=0.01, cores=1.0)
+    assert predict(hidden, busy, 2).step_s == pytest.approx(4 + 1 + 0.5)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    gaps=st.lists(st.tuples(st.integers(0, 10**8), moments), min_size=1, max_size=6),
-    work=moments,
+    gaps=st.lists(st.tuples(st.integers(0, 10**8), st.floats(0, 1)), min_size=1, max_size=6),
     slow=st.floats(1e-10, 1e-7),
     factor=st.floats(0.1, 1.0),
     num_ranks=st.sampled_from([2, 3, 64]),
+    hook=st.sampled_from([None, ENCODES, GATHERS]),
 )
-def test_a_faster_link_never_makes_a_step_longer(gaps, work, slow, factor, num_ranks) -> None:
+def test_a_faster_link_never_makes_a_step_longer(gaps, slow, factor, num_ranks, hook) -> None:
     times = [sum(gap for _, gap in gaps[: i + 1]) for i in range(len(gaps))]
-    ready = tuple((size, moment) for (size, _), moment in zip(gaps, times, strict=True))
-    profile = StepProfile(backward_start_s=0.0, ready=ready, backward_end_s=times[-1], rest_s=0.1)
-    programs = tuple(
-        (Work(seconds=work), Send(kind="all_gather", num_bytes=size, ticket=0), Wait(ticket=0))
-        for size, _ in gaps
+    ready = [(size, moment) for (size, _), moment in zip(gaps, times, strict=True)]
+    profile = profile_of(*ready, end=times[-1], rest=0.1)
+    fast_s, slow_s = (
+        predict(profile, Link(hop=TransferCost(latency_s=1e-4, seconds_per_byte=s)), num_ranks, hook).step_s
+        for s in (slow * factor, slow)
     )
-    hook = HookModel(few=programs, many=programs)
-
-    def step(seconds_per_byte: float) -> float:
-        network = Network(hop=TransferCost(latency_s=1e-4, seconds_per_byte=seconds_per_byte))
-        found = predict_hook(profile, hook, network, num_ranks)
-        assert 0 < found.compute_s <= found.step_s + 1e-9
-        return found.step_s
-
-    assert step(slow * factor) <= step(slow) + 1e-9
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    buckets=st.lists(st.tuples(st.lists(st.integers(1, 10**7), min_size=1, max_size=5), moments), min_size=1),
-    latency_s=st.floats(0, 0.1),
-    num_ranks=st.sampled_from([2, 64]),
-)
-def test_recommended_buckets_take_no_longer_than_the_recorded_ones(buckets, latency_s, num_ranks) -> None:
-    times = [sum(gap for _, gap in buckets[: i + 1]) for i in range(len(buckets))]
-    ready = tuple((4 * sum(sizes), at) for (sizes, _), at in zip(buckets, times, strict=True))
-    profile = StepProfile(backward_start_s=0.0, ready=ready, backward_end_s=times[-1], rest_s=0.1)
-    network = Network(hop=TransferCost(latency_s=latency_s, seconds_per_byte=1e-9), num_in_flight=2)
-    shapes = [(size,) for sizes, _ in buckets for size in sizes]
-    plan = recommend_buckets(profile, shapes, network, num_ranks)
-    assert plan.step_s <= plan.recorded_s + 1e-9
-    assert min(plan.caps_mb) > 0
-    # what the list is said to lead to is what the reducer makes of it
-    ends = cut_sizes([4 * size for (size,) in shapes], bucket_caps_bytes(None, list(plan.caps_mb)))
-    sums = [sum(4 * size for (size,) in shapes[a:b]) for a, b in pairwise([0, *ends])]
-    found = predict_hook(profile.rebucketed(sums), plain_model(sums), network, num_ranks)
-    assert found.step_s == pytest.approx(plan.step_s)
-
-
-# ---------------------------------------------------------------------- networks
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "num_ranks", "fixed", "sent"),
-    [
-        ({}, "all_reduce", 2, 0.5, 100),
-        ({}, "all_reduce", 4, 1.5, 150),
-        ({}, "all_to_all", 4, 0.75, 75),
-        ({}, "all_gather", 4, 0.75, 300),
-        ({}, "all_reduce", 1, 0, 0),
-        ({"algorithm": "tree"}, "all_reduce", 64, 3.0, 196.875),
-        # 3 nodes of 4: a ring of 3, and 6 hops of 1 s and 150 bytes of 0.1 s within the node
-        ({"algorithm": "hierarchical", "ranks_per_node": 4}, "all_reduce", 12, 1.0 + 6 + 15, 400 / 3),
-        # the link of a node takes the 4 rows' parts that leave it, of 4 ranks; they come through 3 hops
-        ({"algorithm": "ring", "ranks_per_node": 4}, "all_to_all", 12, 2.75, 4 * 100 * 8 / 12),
-        # 8 ranks elsewhere; 3 of the node and those 8 are read within it
-        ({"algorithm": "hierarchical", "ranks_per_node": 4}, "all_gather", 12, 0.5 + 6 + 110, 800),
-        # rows for 2 other nodes, after each of the node's ranks has handed its own to the other 3
-        ({"algorithm": "hierarchical", "ranks_per_node": 4}, "all_to_all", 12, 13.5, 4 * 100 * 8 / 12),
-        # one node alone: nothing passes the link
-        ({"algorithm": "ring", "ranks_per_node": 4}, "all_to_all", 4, 3 + 7.5, 0),
-        ({"algorithm": "ring", "ranks_per_node": 4}, "all_reduce", 4, 6 + 15, 0),
-    ],
-)
-def test_collectives_cost_what_is_found_by_hand(options, kind, num_ranks, fixed, sent) -> None:
-    node_hop = TransferCost(latency_s=1.0, seconds_per_byte=0.1)
-    found = Network(hop=LINK.hop, node_hop=node_hop, **options).transfer(kind, 100, num_ranks)
-    assert (found.fixed_s, found.link_bytes) == pytest.approx((fixed, sent))
+    assert profile.compute_s <= fast_s <= slow_s + 1e-9
 
 
 # ---------------------------------------------------------------------- averagers
 
 
-def test_a_round_is_spread_over_its_period() -> None:
-    profile = profile_of((3000, 2.0), (1000, 4.0))
-    round_s = LINK.seconds(LINK.transfer("all_reduce", 4000, 8))
-    for spec, expected in [
-        ({"name": "post_local_sgd", "period": 10}, round_s / 10),
+@pytest.mark.parametrize(
+    ("spec", "exposed_s"),
+    [
+        ({"name": "post_local_sgd", "period": 10}, (3.5 + 0.01 * 1.75 * 4000) / 10),
         ({"name": "diloco", "period": 20, "encoding": "bf16"}, (3.5 + 0.01 * 1.75 * 2000) / 20),
         # a quarter of the bytes every 10 steps, of which 2 steps of 4.5 s hide some
-        (
-            {"name": "streaming_diloco", "period": 40, "num_fragments": 4, "delay": 2},
-            (3.5 + 17.5 - 9) / 10,
-        ),
-        # of 4 steps one among all, one among two
-        (
-            {"name": "hierarchical_sgd", "periods": {2: 2, 4: 0}},
-            (round_s + LINK.seconds(LINK.transfer("all_reduce", 4000, 2))) / 4,
-        ),
-    ]:
-        found = predict_averager(profile, parse_averager(spec), LINK, 8)
-        assert found.exposed_s == pytest.approx(expected), spec
-        assert found.step_s == pytest.approx(4.5 + expected)
-        assert predict_averager(profile, parse_averager(spec), LINK, 1).exposed_s == 0.0
+        ({"name": "streaming_diloco", "period": 40, "num_fragments": 4, "delay": 2}, (3.5 + 17.5 - 9) / 10),
+    ],
+)
+def test_a_round_is_spread_over_its_period(spec: dict[str, Any], exposed_s: float) -> None:
+    profile, plan = profile_of((3000, 2.0), (1000, 4.0)), parse_averager(spec)
+    assert predict_averager(profile, plan, LINK, 8).step_s == pytest.approx(4.5 + exposed_s)
+    assert predict_averager(profile, plan, LINK, 1).efficiency == 1.0
 
 
 def test_chunks_of_parameters_wait_for_hops_together_where_they_may() -> None:
-    chunk = 2**22
-    profile = profile_of((2 * chunk, 2.0), (chunk // 2, 4.0))
-    plan = parse_averager({"name": "post_local_sgd", "period": 1})
-    for num_in_flight, expected in ((1, 3 * 2 + 2.5), (2, (2 + 1) + 1.5 + 1.25)):
+    chunk = 4 * CHUNK_NUMEL
+    profile, plan = profile_of((2 * chunk, 2.0), (chunk // 2, 4.0)), {"name": "post_local_sgd", "period": 1}
+    for num_in_flight, expected in ((1, 3 * 2 + 2.5), (2, (2 + 1) + 2 + 0.5)):
         hop = TransferCost(latency_s=1.0, seconds_per_byte=1 / chunk)
-        network = Network(hop=hop, num_in_flight=num_in_flight)
-        found = predict_averager(profile, plan, network, 2).exposed_s
-        assert found == pytest.approx(expected), num_in_flight
-
-
-def test_gradients_averaged_within_the_node_cost_their_part() -> None:
-    network = Network(hop=LINK.hop, ranks_per_node=2, node_hop=LINK.hop)
-    spec = {"name": "post_local_sgd", "period": 10, "intra_node_gradients": True}
-    found = predict_averager(profile_of((100, 4.0)), parse_averager(spec), network, 4)
-    round_s = network.seconds(network.transfer("all_reduce", 100, 4))
-    assert found.exposed_s == pytest.approx(round_s / 10 + 1.5)
-
-
-def test_groups_that_do_not_divide_the_ranks_are_refused() -> None:
-    plan = parse_averager({"name": "hierarchical_sgd", "periods": {2: 4, 4: 0}})
-    with pytest.raises(ConfigurationError, match="with 6 ranks"):
-        predict_averager(profile_of((1, 2.0)), plan, LINK, 6)
-
-
-# ---------------------------------------------------------------------- hooks
-
-SHAPES = (((64, 32), (64,)), ((48, 40), (3,)))
-SPECS: tuple[Any, ...] = (
-    "allreduce",
-    "bf16",
-    "int8",
-    {"name": "powersgd", "rank": 2, "start_step": 0},
-    {"name": "topk", "ratio": 0.1},
-    "sign",
-    {"name": "randomk", "ratio": 0.1},
-    ["bf16", {"name": "powersgd", "rank": 2, "start_step": 0}],
-)
-
-
-def num_bytes_sent(model: HookModel, num_ranks: int) -> float:
-    """Bytes that a rank sends in a step when the backend uses a ring, as hooks count them."""
-    others = num_ranks - 1
-    factors = {
-        "all_reduce": 2 * others / num_ranks,
-        "all_to_all": others / num_ranks,
-        "all_gather": others,
-    }
-    sends = [op for program in model.programs(num_ranks) for op in program if isinstance(op, Send)]
-    return sum(factors[op.kind] * op.num_bytes for op in sends)
-
-
-@pytest.mark.slow
-def test_a_traced_hook_sends_what_the_hook_sends() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> list[int]:
-        sent = []
-        for spec in SPECS:
-            hook = build_hook(spec, process_group)
-            for index, shapes in enumerate(SHAPES):
-                numel = sum(math.prod(shape) for shape in shapes)
-                part = Part(
-                    buffer=torch.randn(numel),
-                    names=tuple(f"{index}.{i}" for i in range(len(shapes))),
-                    shapes=shapes,
-                    absent=frozenset(),
-                    index=index,
-                    is_last=index == len(SHAPES) - 1,
-                    loss_scale=1.0,
-                )
-                hook.channel.wait(hook.channel.submit(lambda hook=hook, part=part: hook.run(part)))
-            sent.append(hook.channel.num_bytes_sent)
-        return sent
-
-    for num_ranks in (2, 3):
-        (sent, *_) = run_threads(rank_main, num_ranks)
-        for spec, expected in zip(SPECS, sent, strict=True):
-            model = trace_hook(spec, SHAPES, num_runs=1)
-            assert num_bytes_sent(model, num_ranks) == pytest.approx(expected, rel=0.02), spec
-
-
-def test_a_hook_is_traced_as_it_is_after_its_warm_up() -> None:
-    late, now = ({"name": "powersgd", "rank": 2, "start_step": start} for start in (1000, 0))
-    found, expected = (num_bytes_sent(trace_hook(spec, SHAPES, num_runs=1), 2) for spec in (late, now))
-    assert found == expected < num_bytes_sent(plain_model([4 * 2112, 4 * 1923]), 2)
-
-
-def test_gathered_shares_of_all_ranks_grow_and_parts_of_a_whole_shrink() -> None:
-    def sizes(spec: Any, num_ranks: int) -> list[tuple[str, float]]:
-        programs = trace_hook(spec, [((4096,),)], num_runs=1).programs(num_ranks)
-        return [(op.kind, op.num_bytes) for op in programs[0] if isinstance(op, Send)]
-
-    assert sizes("bf16", 8) == [("all_to_all", 8192), ("all_gather", 1024)]
-    assert sizes("bf16", 64) == [("all_to_all", 8192), ("all_gather", 128)]
-    for num_ranks in (2, 64):
-        assert sizes({"name": "topk", "ratio": 0.25}, num_ranks)[1:] == [("all_gather", 4096)] * 2
-    few, many = (
-        (Work(seconds=seconds), Send(kind="all_gather", num_bytes=10, ticket=0), Work(seconds=1.0))
-        for seconds in (1.0, 4.0)
-    )
-    model = HookModel(few=(few,), many=(many,), num_few=2, num_many=8)
-    assert model.programs(14)[0][0] == Work(seconds=7.0)
-    assert model.programs(14)[0][2] == Work(seconds=1.0)
+        found = predict_averager(profile, parse_averager(plan), Link(hop=hop, num_in_flight=num_in_flight), 2)
+        assert found.step_s - profile.compute_s == pytest.approx(expected), num_in_flight
 
 
 # ---------------------------------------------------------------------- profiles
 
-MS = 1_000_000
 
-
-def recording_of(rank: int, steps: list[tuple[int, int, int]], world_size: int = 2) -> Recording:
-    """Steps of (number, start, when the second bucket is ready) in milliseconds; 100 and 300 bytes."""
+def recording_of(rank: int, steps: list[tuple[int, int, int]]) -> Recording:
+    """Steps of (number, start, when the second bucket is ready) in milliseconds; 2 and 6 MB."""
     records = [
         StepRecord(
             number,
             *((start + moment) * MS for moment in (0, 5, 10, 20)),
             comm_end=(start + 32) * MS,
             buckets=[
-                BucketRecord(0, 100, *((start + moment) * MS for moment in (12, 12, 18))),
-                BucketRecord(1, 300, *((start + moment) * MS for moment in (late, late, 30))),
+                BucketRecord(0, 2_000_000, *((start + moment) * MS for moment in (12, 12, 18))),
+                BucketRecord(1, 6_000_000, *((start + moment) * MS for moment in (late, late, 30))),
             ],
         )
         for number, start, late in steps
     ]
-    return Recording(rank=rank, world_size=world_size, host="here", steps=records)
+    return Recording(rank=rank, world_size=2, host="here", steps=records)
 
 
 def test_a_profile_is_the_median_step_of_the_slowest_rank() -> None:
-    first = recording_of(0, [(0, 0, 15), (1, 40, 15), (2, 80, 16), (3, 120, 15)])
-    second = recording_of(1, [(1, 7, 18), (2, 47, 15), (3, 87, 19)])  # it has another clock, and no step 0
+    first = recording_of(0, [(0, 0, 15), (1, 40, 15), (2, 80, 16), (3, 120, 15), (4, 160, 15)])
+    second = recording_of(1, [(1, 7, 18), (2, 47, 15), (3, 87, 19), (4, 127, 15)])  # another clock, no step 0
     profile = StepProfile.from_recordings([first, second])
-    assert profile.ready == ((100, pytest.approx(0.012)), (300, pytest.approx(0.018)))
+    assert profile.ready == ((2_000_000, pytest.approx(0.012)), (6_000_000, pytest.approx(0.018)))
     assert (profile.backward_start_s, profile.backward_end_s) == pytest.approx((0.010, 0.020))
-    # 8 ms from one step to the next, and 2 ms from the last bucket to the end of the step
-    assert profile.rest_s == pytest.approx(0.010)
+    assert profile.rest_s == pytest.approx(0.010)  # from the last bucket to the next forward
     assert profile.compute_s == pytest.approx(0.030)
 
 
-def test_recordings_that_tell_too_little_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no complete step in common"):
-        StepProfile.from_recordings([recording_of(0, [(0, 0, 15)]), recording_of(1, [(1, 0, 15)])])
-    with pytest.raises(ConfigurationError, match="rank 0 has recorded no two consecutive steps"):
-        StepProfile.from_recordings([recording_of(0, [(0, 0, 15), (2, 80, 15)])])
+@pytest.mark.parametrize("second", [[(1, 0, 15), (2, 40, 15)], [(0, 0, 15), (2, 80, 15)]])
+def test_recordings_that_tell_too_little_are_refused(second: list[tuple[int, int, int]]) -> None:
+    recordings = [recording_of(0, [(0, 0, 15), (1, 40, 15)]), recording_of(1, second)]
+    with pytest.raises(ConfigurationError, match="no two consecutive steps in common"):
+        StepProfile.from_recordings(recordings)
 
 
 def test_other_buckets_become_ready_between_the_known_moments() -> None:
-    profile = profile_of((100, 2.0), (300, 4.0)).rebucketed([50, 50, 150, 150])
-    assert profile.ready == ((50, 1.5), (50, 2.0), (150, 3.0), (150, 4.0))
-    with pytest.raises(ConfigurationError, match="buckets of 50 bytes for 400"):
-        profile.rebucketed([50])
+    profile = profile_of((100, 2.0), (300, 4.0)).rebucketed([50, 150])
+    assert profile.ready == (
+        (50, 1.5),
+        (150, pytest.approx(2 + 2 / 3)),
+        (150, pytest.approx(3 + 2 / 3)),
+        (50, 4.0),
+    )
 
 
-def test_a_recorded_run_predicts_itself() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> Recording:
-        torch.manual_seed(0)
-        layers = [nn.Linear(256, 256) for _ in range(6)]
-        model = BucketedDDP(nn.Sequential(*layers), process_group=process_group, bucket_cap_mb=0.5)
-        recorder = model.record_steps()
-        for _ in range(8):
-            model(torch.ones(8, 256)).sum().backward()
-        return Recording(rank=rank, world_size=2, host="here", steps=list(recorder.records))
+# ---------------------------------------------------------------------- the command
 
-    recordings = run_threads(rank_main, 2)
-    profile = StepProfile.from_recordings(recordings)
-    assert profile.num_bytes == 4 * 6 * (256 * 256 + 256)
-    assert len(profile.ready) == len(recordings[0].steps[-1].buckets) > 2
-    # a link on which the collectives take what they took: the step is as long as it was
-    steps = recordings[0].steps
-    exposed_s = statistics.median(step.exposed_s for step in steps)
-    network = Network(hop=TransferCost(latency_s=exposed_s / len(profile.ready) / 2, seconds_per_byte=0.0))
-    found = predict_hook(profile, plain_model([size for size, _ in profile.ready]), network, 2)
-    period_s = (steps[-1].forward_start - steps[-5].forward_start) / 4e9
-    assert 0.1 < found.step_s / period_s < 10
-    assert profile.compute_s <= found.step_s <= profile.compute_s + exposed_s + 1e-9
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Steps of 30 ms, in which 2 and 6 MB of gradients become ready; 10 ms between them."""
+    for rank in range(2):
+        save(tmp_path / "steps", recording_of(rank, [(0, 0, 20), (1, 40, 20)]))
+    return tmp_path / "steps"
+
+
+NETWORK = ["--latency-us", "100", "--gbit", "8"]
+
+
+def test_a_timeline_becomes_tables_a_file_and_a_picture(
+    folder: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    hooks = {"none": None, "bf16": HookCost(size_ratio=0.5, codec_s=0.0, gathers=False)}
+    checks_ms = {"none": (11.0, 10.0)}
+    here = Calibration(profile=profile_of((1, 2.0)), link=LINK, hooks=hooks, checks_ms=checks_ms)
+    monkeypatch.setattr(scaling, "calibrate", lambda args, specs: here)
+    written, picture = tmp_path / "a.json", tmp_path / "a.svg"
+    options = ["--ranks", "1", "2", "4096", "--averagers", "post_local_sgd:period=4", "--bucket-caps-mb", "1"]
+    command = ["bench", "scaling", "--from-timeline", str(folder), *NETWORK, *options]
+    assert main([*command, "--json", str(written), "--plot", str(picture)]) == 0
+    summary = json.loads(written.read_text())["summary"]
+    assert summary["hop"] == {"latency_s": 1e-4, "seconds_per_byte": 1e-9}
+    steps = {name: [p["step_s"] for p in of] for name, of in summary["predictions"].items()}
+    assert list(steps) == ["none", "bf16", "post_local_sgd:period=4", "bucket_cap_mb=1"]
+    # of two ranks: 6.2 ms after the 20 ms of backward, then 10 ms; of 4,096: 8,190 hops for each bucket
+    assert steps["none"] == pytest.approx([0.030, 0.0362, 2 * 0.819 + 0.016 + 0.012 + 0.010], rel=1e-3)
+    assert steps["bf16"][1] == pytest.approx(0.0332)
+    assert steps["post_local_sgd:period=4"][1] == pytest.approx(0.030 + (0.008 + 2 * 0.0002) / 4)
+    printed = capsys.readouterr().out
+    for text in ("efficiency, %, by ranks", "step, ms, by ranks", "1.100", "100.0 us + 1 ns per byte, ring"):
+        assert text in printed
+    drawing = picture.read_text()
+    for title in (str(folder), "efficiency (%)", "ranks", *steps):
+        assert f"<!-- {title} -->" in drawing, title
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--from-timeline needs the network. Pass --latency-us and --gbit"),
+        ([*NETWORK, "--hooks", "intt8"], "unknown communication hook 'intt8'"),
+        ([*NETWORK, "--hooks", "int8:block"], "expected NAME:option=value"),
+        ([*NETWORK, "--averagers", "dilocco"], "unknown averager 'dilocco'"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_before_anything_is_measured(
+    options, message, folder, capsys
+) -> None:
+    assert main(["bench", "scaling", "--from-timeline", str(folder), *options]) == 1
+    assert message in capsys.readouterr().err
+    plan = parse_averager({"name": "hierarchical_sgd", "periods": {2: 4, 4: 0}})
+    with pytest.raises(ConfigurationError, match="hierarchical_sgd: links between groups"):
+        predict_averager(profile_of((1, 2.0)), plan, LINK, 8)
+
+
+def test_contenders_are_read_with_their_options() -> None:
+    assert parse_contender("bf16") == {"name": "bf16"}
+    assert parse_contender("a:x=1,y='z'") == {"name": "a", "x": 1, "y": "z"}
+    for text in ("a:1", "a:**{'x': 1}", "a:x=y", "a:x=1)(", "a:x=f()"):
+        with pytest.raises(ConfigurationError, match="expected NAME:option=value"):
+            parse_contender(text)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
+@pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
+def test_measured_steps_on_a_link_are_predicted(tmp_path: Path) -> None:
+    written = tmp_path / "a.json"
+    options = ["--model", "convbn40", "--link", "40", "--steps", "10", "--hooks", "none", "bf16"]
+    assert main(["bench", "scaling", *options, "--json", str(written)]) == 0
+    summary = json.loads(written.read_text())["summary"]
+    assert summary["hop"]["seconds_per_byte"] == pytest.approx(8 / 40e6, rel=0.15)
+    assert list(summary["checks_ms"]) == ["none", "bf16"]
+    predicted_ms, measured_ms = summary["checks_ms"]["none"]
+    assert 0.5 < predicted_ms / measured_ms < 2  # a busy machine delays both; the command prints the ratio

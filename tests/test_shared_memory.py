@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,8 +192,9 @@ def test_a_deadline_knows_who_has_not_come() -> None:
         tensor = memory.zeros(4, torch.float32)
         memory.connect()
         if rank % 2 == 0:
-            interrupt.explain = lambda _: TimeoutError(interrupt.activity.absent)
-            interrupt.deadline_s = 0.5
+            interrupt.supervisor = SimpleNamespace(
+                explain=lambda _: TimeoutError(interrupt.activity.absent), deadline_s=0.5, is_comparing=False
+            )
             with pytest.raises(TimeoutError) as raised:
                 memory.all_reduce(tensor)
             absent = raised.value.args[0]

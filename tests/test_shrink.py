@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import hashlib
 import itertools
 import json
-import math
-import random
-import socket
 import subprocess
 import sys
 import threading
@@ -20,33 +16,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from harness import run_ranks, start_script
-from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
 
-from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.activity import Interrupt
-from lightning_ddp.comm.teardown import abort_groups, remember_connections
-from lightning_ddp.elastic.redeal import DealtSampler
-from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.elastic.regroup import meet_again
-from lightning_ddp.elastic.undo import RandomStates, put_scale
-from lightning_ddp.errors import ConfigurationError, PeerFailure
-from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.errors import PeerFailure
+from lightning_ddp.launch.step_stop import PREEMPTED
 
 SCRIPT = Path(__file__).parent / "harness" / "shrink_script.py"
 SAMPLES, EPOCHS = 96, 2
@@ -84,6 +64,18 @@ HOOKS = {
     "randomk in int8": ["int8", {"name": "randomk", "ratio": 0.1, "momentum": 0.9}],
     "sign": {"name": "sign", "momentum": 0.9},
 }
+
+
+def require_same(entries: list[dict[str, Any]], keys: Iterable[str]) -> None:
+    """All entries have the same value of each key."""
+    for key in keys:
+        assert len({entry[key] for entry in entries}) == 1, (key, entries)
+
+
+def logged_rows(folder: Path) -> list[dict[str, str]]:
+    """Of the one file that a `CSVLogger` has written."""
+    (metrics,) = folder.glob("logs/*/version_*/metrics.csv")
+    return list(csv.DictReader(metrics.read_text().splitlines()))
 
 
 class Ledger:
@@ -126,11 +118,10 @@ class Ledger:
         assert len(self.of("starts")) == len({entry["place"] for entry in self.of("starts")})
         steps = self.by_step()
         assert list(steps) == list(range(len(steps)))
-        for step, entries in steps.items():
+        for entries in steps.values():
             for batch in {entry["batch"] for entry in entries}:
                 same = [entry for entry in entries if entry["batch"] == batch]
-                for key in ("parameters", "optimizer", "average", "lr", "generation", "epoch"):
-                    assert len({entry[key] for entry in same}) == 1, (step, key, same)
+                require_same(same, ("parameters", "optimizer", "average", "lr", "generation", "epoch"))
                 assert {entry["place"] for entry in same} >= set(survivors)
         self.check_undo(survivors, window)
         for place in survivors:
@@ -176,11 +167,11 @@ class Ledger:
 
 
 def train(
-    folder: Path, refusal: str | None = None, env: dict[str, str] | None = None, **order: Any
+    folder: Path, refusal: str | None = None, env: dict[str, str] | None = None, code: int = 0, **order: Any
 ) -> Ledger:
     with start_script(SCRIPT, [json.dumps({"folder": str(folder), **order})], env) as script:
         result = script.wait()
-        assert result.returncode == (refusal is not None), script.output()
+        assert result.returncode == (code if refusal is None else 1), script.output()
         assert refusal is None or refusal in script.output()
     return Ledger(folder)
 
@@ -192,8 +183,7 @@ def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_beg
     ledger.check([0, 2])
     assert {(entry["world_size"], entry["mean"]) for entry in ledger.of("tests")} == {(2, (SAMPLES - 1) / 2)}
     assert [entry["is_deaf"] for entry in ledger.of("test begins")] == [False, False]
-    (metrics,) = tmp_path.glob("logs/*/version_0/metrics.csv")
-    rows = [row for row in csv.DictReader(metrics.read_text().splitlines()) if row["recovery/count"]]
+    rows = [row for row in logged_rows(tmp_path) if row["recovery/count"]]
     assert [(row["recovery/count"], row["recovery/world_size"], row["step"]) for row in rows] == [
         ("1.0", "2.0", "3")
     ]
@@ -202,7 +192,7 @@ def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_beg
 @pytest.mark.parametrize("moment", ["loader", pytest.param("last bucket", marks=pytest.mark.slow)])
 def test_a_signal_to_stop_holds_for_those_that_are_left(moment, tmp_path) -> None:
     order = {"devices": 3, "faults": [fault(2, moment, 3, how="preempted")]}
-    ledger = train(tmp_path, **order)
+    ledger = train(tmp_path, code=PREEMPTED, **order)
     assert [entry["place"] for entry in ledger.of("excepts")] == [0, 1]
     (steps,) = {max(entry["step"] for entry in ledger.commits if entry["place"] == place) for place in (0, 1)}
     assert steps <= 5
@@ -364,14 +354,11 @@ def test_two_that_are_killed_close_to_each_other_are_left_behind(when, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keeps", "name"),
-    [("new", "('of mine', of ranks 0, 1)"), ("world", "(the default one, of ranks 0, 1, 2)")],
-)
-def test_a_process_group_that_was_kept_from_before_is_named(keeps, name, tmp_path) -> None:
+@pytest.mark.parametrize("keeps", ["new", "world"])
+def test_a_process_group_that_was_kept_from_before_is_refused(keeps, tmp_path) -> None:
     """The lost rank was a member of the second, and not of the first."""
     faults = [fault(2, "before the first bucket", 2)]
-    train(tmp_path, name, devices=3, keeps=keeps, faults=faults)
+    train(tmp_path, "Do not keep torch.distributed.group.WORLD", devices=3, keeps=keeps, faults=faults)
     errors = {entry["text"] for entry in Ledger(tmp_path).of("excepts")}
     assert any("was created before ranks were lost" in text for text in errors)
 
@@ -586,8 +573,7 @@ def test_no_sample_is_repeated_where_ranks_may_run_out_of_batches(victim, tmp_pa
     steps = ledger.by_step()
     assert list(steps) == list(range(len(steps)))
     for entries in steps.values():
-        for key in ("parameters", "optimizer", "lr", "generation", "epoch"):
-            assert len({entry[key] for entry in entries}) == 1, (key, entries)
+        require_same(entries, ("parameters", "optimizer", "lr", "generation", "epoch"))
     assert any(entry["repeats"] for entry in ledger.of("tries"))
     ledger.check_samples(steps, is_whole=True, num_samples=97, most_repeated=0)
 
@@ -724,9 +710,7 @@ def check_rounds(
         assert [entry["lr"] for entry in mine] == pytest.approx(list(map(rate, steps)))
     for number, entries in steps.items():
         left = [entry for entry in entries if entry["place"] != lost]
-        assert len({entry["outer"] for entry in left}) == 1
-        if is_common(number):
-            assert len({entry["parameters"] for entry in left}) == 1
+        require_same(left, ["outer", *["parameters"] * is_common(number)])
     ledger.check_samples(steps, is_whole=True)
 
 
@@ -762,264 +746,3 @@ def test_a_schedule_lasts_as_long_as_one_rank_that_is_left_takes_steps(tmp_path)
     schedule = ["OneCycleLR", {"max_lr": 0.1, "total_steps": EPOCHS * SAMPLES // 4}]
     ledger = train(tmp_path, faults=faults, scheduler=schedule)
     ledger.check([0], rates="any")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"uneven_inputs": "error"}, "some ranks may have one batch less"),
-        ({"uneven_inputs": "join", "model_averaging": "diloco"}, "do not run out of batches together"),
-        ({"ddp_comm_hook": "noop"}, "a model of its own"),
-        ({"ddp_comm_hook": print, "ddp_comm_state": 1}, "cannot be undone"),
-        (
-            {"model_averaging": {"name": "post_local_sgd", "intra_node_gradients": True}},
-            "different numbers of ranks",
-        ),
-        ({"on_failure": {"name": "shrink", "min_worldsize": 2}}, "did you mean 'min_world_size'"),
-        ({"on_failure": {"name": "shrink", "max_recoveries": 0}}, "at least 1"),
-        ({"on_failure": {"name": "replace", "spares": 1}}, "no option 'spares'"),
-        ({"on_failure": "shrnk"}, "expected 'stop', 'shrink'"),
-        ({"on_failure": {"name": "stop", "min_world_size": 2}}, "has no options"),
-        ({"on_failure": {"name": "replace", "wait_s": -1}}, "wait_s=-1: expected seconds"),
-        *(
-            ({"on_failure": "replace", "start_method": method}, "start_method='popen', with `.* run`")
-            for method in ("spawn", "forkserver", "fork")
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_exact_is_refused_at_once(arguments, reason) -> None:
-    with pytest.raises(ConfigurationError, match=reason):
-        CustomDDPStrategy(**{"on_failure": "shrink", **arguments})
-
-
-@pytest.mark.parametrize(
-    ("options", "place", "reason"),
-    [
-        ({}, {"num_nodes": 2, "start_method": "spawn"}, "ends all of them when one has died"),
-        ({}, {"is_external": True}, "torchrun or SLURM"),
-        ({}, {"device_type": "mps"}, "when their collectives have ended"),
-        ({}, {"device_type": "cuda", "is_averaging": True}, "only some parameters averaged"),
-    ],
-    ids=str,
-)
-def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(options, place, reason) -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
-    trainer.strategy.connect(pl.LightningModule())
-    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
-    where["is_averaging"] = False
-    with pytest.raises(ConfigurationError, match=f"{reason}.*on_failure='stop'"):
-        check_training(trainer, **{"settings": RecoverySettings(), **where, **place})
-
-
-def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_process_accepts() -> None:
-    with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_server(("127.0.0.1", 0)) as elsewhere, remember_connections():
-            peer = stack.enter_context(socket.create_connection(server.getsockname()))
-            accepted, _ = server.accept()
-            stack.enter_context(accepted)
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            of_a_thread, of_a_child = map(stack.enter_context, socket.socketpair())
-            abort_groups()  # while the group is being made
-            assert peer.recv(1) == b""
-            assert elsewhere.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        stranger = stack.enter_context(socket.create_connection(server.getsockname()))
-        with remember_connections():
-            kept, _ = server.accept()
-            stack.enter_context(kept)
-        abort_groups()
-        stranger.sendall(b"x")
-        assert kept.recv(1) == b"x"
-        stack.enter_context(socket.create_connection(listener.getsockname()))
-        of_a_thread.sendall(b"x")
-        assert of_a_child.recv(1) == b"x"
-
-
-def test_random_numbers_are_drawn_again_from_where_they_were_at_the_last_boundary() -> None:
-    """From generators also where only the second normal number of a pair is drawn between two."""
-
-    def draw() -> tuple[Any, ...]:
-        return random.random(), random.gauss(0, 1), torch.rand(2).tolist(), numpy.random.randn(3).tolist()
-
-    before = RandomStates()
-    changes = (
-        lambda: None,
-        lambda: numpy.random.randn(1),
-        lambda: numpy.random.randn(1),
-        lambda: None,
-        lambda: numpy.random.rand(700),
-        lambda: numpy.random.rand(312),  # all 624 numbers: the position is what it was
-        lambda: random.getrandbits(32 * 624),
-        lambda: numpy.random.seed(3),
-        lambda: random.random(),
-        lambda: random.gauss(0, 1),
-        lambda: random.gauss(0, 1),
-        lambda: torch.rand(1),
-        lambda: None,
-    )
-    for number, change in enumerate(changes):
-        change()
-        states = RandomStates()
-        drawn = draw()
-        for _ in range(2):
-            states.restore()
-            assert draw() == drawn, number
-        states.restore()
-    before.restore()
-
-
-def test_a_scaler_forgets_a_step_that_has_begun() -> None:
-    scaler = torch.amp.GradScaler(device="cpu", init_scale=8.0, growth_interval=1)
-    parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    for _ in range(2):
-        put_scale(scaler, {**scaler.state_dict(), "scale": 8.0, "_growth_tracker": 0})
-        parameter.grad = scaler.scale(parameter.detach().clone())
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert parameter.item() == 0
-    assert scaler.get_scale() == 16
-
-
-def test_a_schedule_that_ends_needs_as_many_steps_as_it_has() -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=13)
-    trainer.strategy.connect(pl.LightningModule())
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
-    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule)]
-    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
-    where["is_averaging"] = False
-    with pytest.raises(ConfigurationError, match=r"OneCycleLR.* ends after 12 steps.* batch='global'"):
-        check_training(trainer, RecoverySettings(), **where)
-    check_training(trainer, RecoverySettings(batch="global"), **where)
-
-
-@pytest.mark.parametrize(
-    ("most", "options", "settings", "loader", "interval"),
-    [
-        (192, {}, {}, {}, "step"),
-        (96, {}, {"min_world_size": 2}, {}, "step"),
-        (48, {}, {"min_world_size": 9}, {}, "step"),
-        (96, {"accumulate_grad_batches": 2}, {}, {}, "step"),
-        (100, {"max_steps": 100}, {}, {}, "step"),
-        (24, {"limit_train_batches": 12}, {}, {}, "step"),
-        (48, {"limit_train_batches": 0.25}, {}, {}, "step"),
-        (108, {}, {}, {"batch_size": 7, "drop_last": True}, "step"),
-        (110, {}, {}, {"batch_size": 7}, "step"),
-        (2, {}, {}, {}, "epoch"),
-        (math.inf, {"max_epochs": -1}, {}, {}, "epoch"),
-        (math.inf, {"max_epochs": -1}, {}, {}, "step"),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # between Lightning and torch
-def test_a_schedule_that_ends_is_refused_where_few_ranks_can_reach_its_end(
-    most, options, settings, loader, interval
-) -> None:
-    """Of 384 samples, in batches of 4 on 4 ranks, in 2 epochs: 192 steps with one rank from the beginning."""
-    quiet = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 2}
-    trainer = pl.Trainer(strategy="custom_ddp", devices=4, **quiet | options)
-    trainer.strategy.connect(pl.LightningModule())
-    sampler = DistributedSampler(range(384), 4, 0)
-    batches = DataLoader(range(384), sampler=sampler, **{"batch_size": 4, **loader})
-    trainer.fit_loop._combined_loader = CombinedLoader(batches)
-    trainer.fit_loop.max_batches = len(batches)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    where = {"num_nodes": 1, "start_method": "popen", "is_external": False, "device_type": "cpu"}
-
-    def check(total_steps: int) -> None:
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
-        trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval=interval)]
-        check_training(trainer, RecoverySettings(**settings), **where, is_averaging=False)
-
-    if most < math.inf:
-        check(most)
-    if interval == "step" or most == math.inf:
-        with pytest.raises(ConfigurationError, match=r"there is no end" if most == math.inf else f" {most}"):
-            check(10_000 if most == math.inf else most - 1)
-
-
-@pytest.mark.parametrize("fills", [True, False])
-def test_a_rest_is_dealt_once_to_each_number_of_ranks(fills) -> None:
-    """Ranks are lost after a few batches, again and again: each sample is used once."""
-
-    def of_dataset(size: int, rank: int) -> Any:
-        return DistributedSampler(range(97), size, rank, seed=3)
-
-    def of_sampler(size: int, rank: int) -> Any:
-        return DistributedSamplerWrapper(SequentialSampler(range(97)), num_replicas=size, rank=rank)
-
-    kinds = (of_dataset, of_sampler)
-    for sizes, make in itertools.product(([4, 3, 2, 1], [5, 2], [3, 2, 2]), kinds):
-        samplers = [DealtSampler(make(sizes[0], rank), 4, fills=fills) for rank in range(sizes[0])]
-        for rank, sampler in enumerate(samplers):
-            sampler.set_epoch(1)
-            sampler.check()
-            undealt = make(sizes[0], rank)
-            undealt.set_epoch(1)
-            assert list(sampler) == list(undealt)
-        used: Counter[int] = Counter()
-        for number, size in enumerate(sizes):
-            shares = [list(sampler) for sampler in samplers[:size]]
-            assert len({len(share) for share in shares}) == 1 or not fills
-            assert list(map(len, samplers[:size])) == list(map(len, shares))
-            assert {sampler.most for sampler in samplers[:size]} == {max(map(len, shares))}
-            if number + 1 == len(sizes):
-                used.update(index for share in shares for index in share)
-                break
-            used.update(index for share in shares for index in share[:8])
-            for rank, sampler in enumerate(samplers[: sizes[number + 1]]):
-                sampler.deal(2 * (number + 1), rank, sizes[number + 1])
-        assert set(used) == set(range(97))
-        assert used.total() - 97 < (sizes[-1] if fills else 1)
-
-
-class Chunks(DistributedSampler):
-    """Deals the first samples to the first rank, and so on."""
-
-    def __iter__(self) -> Any:
-        return iter(range(self.rank * self.num_samples, (self.rank + 1) * self.num_samples))
-
-
-class Dice(SequentialSampler):
-    """Draws by a generator that nobody else knows."""
-
-    dice = random.Random(3)
-
-    def __iter__(self) -> Any:
-        return iter(self.dice.sample(range(96), 96))
-
-
-def test_samplers_whose_rest_nobody_knows_are_refused_and_others_are_left_as_they_were() -> None:
-    own = RandomSampler(range(96), generator=torch.Generator().manual_seed(5))
-    for inner in (
-        Chunks(range(96), 3, 1),
-        DistributedSamplerWrapper(Dice(range(96)), num_replicas=3, rank=1),
-        DistributedSamplerWrapper(own, num_replicas=3, rank=1),
-    ):
-        with pytest.raises(ConfigurationError, match=r"does not give one order.*on_failure='stop'"):
-            DealtSampler(inner, 4).check()
-    drawn = WeightedRandomSampler([1.0, 2.0] * 48, 96)
-    sampler = DealtSampler(DistributedSamplerWrapper(drawn, num_replicas=3, rank=1), 4)
-    states = []
-    for draw in (sampler.check, lambda: None):
-        torch.manual_seed(7)
-        draw()
-        states.append(list(sampler))
-    assert states[0] == states[1]
-
-
-def test_a_batch_of_one_sample_gets_another_one_for_batch_normalisation() -> None:
-    """Of 97 samples 16 are used; the rest, and all in the next epoch, are dealt to fewer ranks."""
-    for size, batch, lengths in ((3, 4, (27, 33 + 1)), (2, 4, (41 + 1, 49 + 1)), (3, 26, (27 + 1, 33))):
-        for avoids_one in (False, True):
-            sampler = DealtSampler(DistributedSampler(range(97), 4, 0), batch, avoids_one=avoids_one)
-            sampler._num_used = 16
-            sampler.deal(0, 0, size)
-            found = [len(sampler), len(list(sampler))]
-            sampler.set_epoch(1)
-            found += [len(sampler), len(list(sampler))]
-            plain = [math.ceil(81 / size), math.ceil(97 / size)]
-            expected = lengths if avoids_one else plain
-            assert found == [expected[0]] * 2 + [expected[1]] * 2

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import available_averagers, build_averager
+from lightning_ddp.comm.call import run
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import sub_group
 from lightning_ddp.hooks import available_hooks, build_hook
@@ -490,3 +491,16 @@ def number_in_reversed_group(rank: int, world_size: int) -> int | None:
 
 def test_a_sub_group_numbers_its_ranks_in_the_order_of_the_list(simulated_ranks):
     assert [rank.value for rank in simulated_ranks.run(number_in_reversed_group, 3)] == [1, None, 0]
+
+
+def sums_by_run(rank: int, world_size: int) -> list[list[float]]:
+    group, sums = Group(dist.group.WORLD), []
+    for timeout in (None, 60.0):
+        total = torch.full((4,), float(rank), device="cuda")
+        run(group, functools.partial(dist.all_reduce, total, async_op=True), label="sum", timeout=timeout)
+        sums.append(total.tolist())
+    return sums
+
+
+def test_any_collective_of_nccl_may_have_a_deadline_or_none(simulated_ranks):
+    assert [rank.value for rank in simulated_ranks.run(sums_by_run, 2)] == [[[1.0] * 4] * 2] * 2

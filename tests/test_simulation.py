@@ -140,9 +140,29 @@ def forgets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JobState, "exited", exited)
 
 
+def knows_process_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a process that has not connected is taken for that of an older one with its process id."""
+
+    def exited(self, record, now):
+        process = self.roster.of(record)
+        if process is not None:
+            record = replace(record, rank=process.place, start=process.identity.start)
+        return whole(self, record, now)
+
+    whole = JobState.exited
+    monkeypatch.setattr(JobState, "exited", exited)
+
+
 @pytest.mark.parametrize(
     "defect",
-    [takes_old_answers, meets_too_early, stands_once, enters_what_is_void, forgets_ends],
+    [
+        takes_old_answers,
+        meets_too_early,
+        stands_once,
+        enters_what_is_void,
+        forgets_ends,
+        knows_process_ids_alone,
+    ],
     ids=lambda defect: defect.__name__,
 )
 def test_a_defect_of_the_protocol_is_found(defect, monkeypatch) -> None:

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from lightning_ddp.elastic import step_ledger
-from lightning_ddp.elastic.step_ledger import Cursor, Outcome, StepLedger
+from lightning_ddp.elastic.step_ledger import Cursor, StepLedger
 from lightning_ddp.supervise.orders import NewGeneration
 
 
 class Mark:
     """Counts how often it is gone back to."""
 
-    def __init__(
-        self, *args: Any, step: int = 0, phase: int = 0, has_weights: bool = False, **more: Any
-    ) -> None:
-        self.step, self.phase, self.has_weights = step, phase, has_weights
+    def __init__(self, *args: Any, phase: int = 0, has_weights: bool = False, **more: Any) -> None:
+        self.phase, self.has_weights = phase, has_weights
         self.num_batches = self.num_restored = 0
 
     def restore(self) -> None:
@@ -26,9 +24,6 @@ class Mark:
 
     def restore_weights(self) -> None:
         """Of a part without steps."""
-
-    def restore_random(self) -> None:
-        """Not here."""
 
 
 @pytest.fixture
@@ -48,7 +43,7 @@ def ledger(monkeypatch, communication) -> StepLedger:
     )
     for name in ("Mark", "PhaseMark", "ModuleSnapshot"):
         monkeypatch.setattr(step_ledger, name, Mark)
-    for name in ("batches_that_stepped", "complete_steps", "loader_states", "loop_counters"):
+    for name in ("batches_that_stepped", "complete_steps", "loader_states"):
         monkeypatch.setattr(step_ledger, name, lambda trainer: None)
     return StepLedger(trainer, communication, keeps_marks=True)
 
@@ -84,31 +79,31 @@ def go_to(ledger: StepLedger, cursor: Cursor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cursor", "step", "outcome", "after"),
+    ("cursor", "step", "is_undone", "after"),
     [
-        (Cursor.BOUNDARY, 0, Outcome.UNDONE, Cursor.BOUNDARY),
-        (Cursor.COMPUTING, 0, Outcome.UNDONE, Cursor.BOUNDARY),
-        (Cursor.COMPUTING, 1, Outcome.COPIED, Cursor.COMPUTING),
-        (Cursor.UPDATING, 1, Outcome.COPIED, Cursor.UPDATING),
-        (Cursor.COMMITTED, 1, Outcome.FINISHED, Cursor.COMMITTED),
-        (Cursor.PHASE, 1, Outcome.FINISHED, Cursor.PHASE),
+        (Cursor.BOUNDARY, 0, True, Cursor.BOUNDARY),
+        (Cursor.COMPUTING, 0, True, Cursor.BOUNDARY),
+        (Cursor.COMPUTING, 1, False, Cursor.COMPUTING),  # to be copied, as is the next
+        (Cursor.UPDATING, 1, False, Cursor.UPDATING),
+        (Cursor.COMMITTED, 1, False, Cursor.COMMITTED),
+        (Cursor.PHASE, 1, False, Cursor.PHASE),
     ],
 )
-def test_what_was_interrupted_is_undone_copied_or_finished(ledger, cursor, step, outcome, after) -> None:
+def test_what_was_interrupted_is_undone_copied_or_finished(ledger, cursor, step, is_undone, after) -> None:
     go_to(ledger, cursor)
-    assert ledger.settle(generation(step)) is outcome
-    assert ledger.cursor is after
-    assert ledger.mark.num_restored == (outcome is Outcome.UNDONE)
+    ledger.settle(generation(step))
+    assert (ledger.cursor, ledger.mark.num_restored) == (after, is_undone)
 
 
 def test_a_copy_whose_source_is_lost_is_no_commit(ledger) -> None:
     go_to(ledger, Cursor.COMPUTING)
     for _ in range(2):
-        assert ledger.settle(generation(1)) is Outcome.COPIED
+        ledger.settle(generation(1))
         ledger.begin_copy()
         assert not ledger.is_whole
-        assert ledger.progress(has_met=False).is_trying
-    assert ledger.settle(generation(0)) is Outcome.UNDONE  # another rank, which has not committed it, is left
+        assert ledger.must_redo
+    ledger.settle(generation(0))  # another rank, which has not committed it, is left
+    assert ledger.mark.num_restored == 1
     ledger.begin_copy()
     ledger.end_copy(0)
     assert (ledger.cursor, ledger.step, ledger.is_whole) == (Cursor.BOUNDARY, 0, True)
@@ -157,7 +152,7 @@ def test_a_second_backward_of_a_step_needs_a_copy_of_the_weights(ledger, is_lbfg
 
 
 def test_an_optimizer_step_of_a_batch_with_several_is_no_commit(ledger) -> None:
-    ledger._trainer.lightning_module.automatic_optimization = False
+    ledger.trainer.lightning_module.automatic_optimization = False
     go_to(ledger, Cursor.UPDATING)
     ledger.take_step()
     ledger.begin_backward()

@@ -33,6 +33,7 @@ from lightning_ddp.supervise.disagreement import explain, join_ranks, split_rank
 from lightning_ddp.supervise.failure_record import Identity, Where
 from lightning_ddp.supervise.guard import stack_of
 from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
+from lightning_ddp.supervise.processes import Process, Roster
 from lightning_ddp.supervise.protocol import (
     CollectiveApproved,
     CollectiveFingerprint,
@@ -94,7 +95,7 @@ def play(
     def rank_main(rank: int, world_size: int, process_group: Any) -> None:
         member = Member(server, rank, process_group)
         member.inspector.compare_before_each(is_detailed)
-        member.interrupt.deadline_s = deadline_s
+        member.inspector.deadline_s = deadline_s
         try:
             part(member, rank)
         except (CollectiveTimeoutError, CollectiveMismatchError, RuntimeError) as error:
@@ -222,20 +223,6 @@ def test_a_hooks_own_thread_that_waits_is_seen() -> None:
     assert "of world, channel 1)" in str(error)
 
 
-def test_without_a_control_channel_a_wait_has_no_deadline_of_its_own() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> float:
-        interrupt = Interrupt()
-        interrupt.deadline_s = 0.0
-        group = Group(process_group, interrupt)
-        if rank == 1:
-            threading.Event().wait(0.3)
-        tensor = torch.ones(1)
-        group.wait(group.all_reduce(tensor), CPU)
-        return tensor.item()
-
-    assert run_threads(rank_main, 2) == [2.0, 2.0]
-
-
 # ---------------------------------------------------------------------- before each collective
 
 
@@ -251,7 +238,7 @@ def test_what_matches_passes_and_is_computed() -> None:
         for number in range(3):
             step(member, 4)
             future = channel.submit(lambda: channel.all_reduce(torch.ones(2)))
-            assert comm.broadcast_object(member.group, {"n": number}, 0, CPU) == {"n": number}
+            assert comm.broadcast_nested(member.group, {"n": number}, 0, CPU) == {"n": number}
             assert channel.wait(future).tolist() == [3.0, 3.0]
             assert comm.all_gather(member.group, torch.full((2,), rank)).tolist() == [
                 [0, 0],
@@ -435,11 +422,19 @@ def test_ranks_contradict_where_they_wait_in_different_calls_of_one_number(other
     assert explain({0: WAITING, 1: other}, 0, "world", 7).is_contradiction == is_contradiction
 
 
+def members_of(num: int) -> dict[int, Process]:
+    """As many ranks that have connected."""
+    roster = Roster(num)
+    return {
+        rank: roster.add(Identity(rank=rank, node_rank=0, pid=rank), 0.0, is_launcher=False)
+        for rank in range(num)
+    }
+
+
 def test_silent_and_gone_ranks_are_named() -> None:
-    inspection = DesyncDetector(3)
-    for rank in range(3):
-        inspection.joined(rank)
-    assert inspection.left(2, 0.0) == []
+    members = members_of(3)
+    inspection = DesyncDetector(3, members)
+    members[2].is_connected = False
     letters = inspection.handle(0, DiagnoseRequest("world", 7), 10.0)
     assert letters == [(0, StatusRequest(1)), (1, StatusRequest(1))]
     answer = StatusReply(1, status(0, "waits", "barrier"))
@@ -456,23 +451,21 @@ def test_silent_and_gone_ranks_are_named() -> None:
 
 
 def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
-    inspection = DesyncDetector(1000)
-    for rank in range(1000):
-        inspection.joined(rank)
+    inspection = DesyncDetector(1000, members_of(1000))
     lane = Lane("world", range(1000))
     tensors = [torch.empty(0, *([1] * 60)) for _ in range(500)]
     text = lane.next("all_reduce", tensors, "x" * 10_000).text()
     start = time.monotonic()
     for number in range(1, 6):
-        call = CollectiveFingerprint("world", "0-999", number, text[:200], run=1)
+        call = CollectiveFingerprint("world", "0-999", number, text[:200])
         letters = []
         for rank in range(1000):
             assert letters == []
             letters = inspection.handle(rank, call, 0.0)
         assert letters == [(rank, CollectiveApproved("world", number)) for rank in range(1000)]
     print(f"\n1,000 ranks: {(time.monotonic() - start) / 5 * 1e3:.1f} ms of the server a compared collective")
-    letters = inspection.handle(999, CollectiveFingerprint("world", "0-999", 6, "other", run=1), 0.0)
-    letters = inspection.handle(0, CollectiveFingerprint("world", "0-999", 6, text[:200], run=1), 0.0)
+    letters = inspection.handle(999, CollectiveFingerprint("world", "0-999", 6, "other"), 0.0)
+    letters = inspection.handle(0, CollectiveFingerprint("world", "0-999", 6, text[:200]), 0.0)
     assert {m for _, m in letters} == {StatusRequest(1)}
     found = []
     for rank in range(1000):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,22 +12,14 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks, run_threads
-from PIL import Image, ImageColor
 from torch import nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
-from lightning_ddp.telemetry.timeline import (
-    COLOURS,
-    Change,
-    Recording,
-    chrome_trace,
-    lanes_of,
-    load_folder,
-    save,
-)
+from lightning_ddp.telemetry.timeline import Change, Recording, chrome_trace, lanes_of, load_folder, save
+from lightning_ddp.tools.recorded_run import KINDS
 
 MS = 1_000_000
 
@@ -60,11 +50,11 @@ def two_ranks(clock_ms: int = 0) -> list[Recording]:
 
 @pytest.mark.parametrize("clock_ms", [0, 7_000_000, -31])
 def test_clocks_are_shifted_until_the_ends_of_collectives_agree(clock_ms) -> None:
-    lanes = lanes_of(two_ranks(clock_ms))
+    lanes = lanes_of(two_ranks(clock_ms), num_steps=4)
     assert [(lane.rank, lane.host) for lane in lanes] == [(0, "host0"), (1, "host1")]
     ends = [[s.end_ns for s in lane.spans if s.name == "bucket 1"] for lane in lanes]
     assert ends[0] == ends[1] == [30 * MS, 130 * MS], "steps 1 and 2, which both ranks have"
-    readies = [[s.ready_ns for s in lane.spans if s.name == "bucket 1"] for lane in lanes]
+    readies = [[s.bucket.ready for s in lane.spans if s.name == "bucket 1"] for lane in lanes]
     assert [late - early for early, late in zip(*readies, strict=True)] == [3 * MS, 3 * MS]
 
 
@@ -72,16 +62,15 @@ def test_only_the_last_steps_are_shown_when_asked() -> None:
     lanes = lanes_of(two_ranks(), num_steps=1)
     assert {span.step for lane in lanes for span in lane.spans} == {2}
     assert min(span.start_ns for lane in lanes for span in lane.spans) == 0
-    assert lanes_of([]) == []
 
 
 def test_buckets_that_are_on_their_way_together_have_rows_of_their_own() -> None:
     step = step_of(0, (11, 11, 20), (12, 12, 25), (13, 13, 14), (21, 21, 30), start=0)
-    (lane,) = lanes_of([recording_of(0, [step])])
-    rows = {span.bucket: span.row for span in lane.spans if span.bucket is not None}
+    (lane,) = lanes_of([recording_of(0, [step])], num_steps=1)
+    rows = {span.bucket.index: span.row for span in lane.spans if span.bucket is not None}
     assert rows == {0: 1, 1: 2, 2: 3, 3: 1}
     assert lane.num_rows == 4
-    waits = {s.bucket: (s.start_ns // MS, s.end_ns // MS) for s in lane.spans if s.kind == "queued"}
+    waits = {s.bucket.index: (s.start_ns // MS, s.end_ns // MS) for s in lane.spans if s.kind == "queued"}
     assert waits == {1: (12, 20)}, "until the one before it is reduced; bucket 2 overtakes, 3 comes later"
 
 
@@ -116,7 +105,7 @@ def begins_of_buckets(rank: int, world_size: int, transport: str) -> tuple[list[
 
 def test_no_two_events_of_a_row_overlap_and_all_that_happened_is_in_the_trace() -> None:
     recordings = two_ranks()
-    document = json.loads(json.dumps(chrome_trace(lanes_of(recordings))))
+    document = json.loads(json.dumps(chrome_trace(lanes_of(recordings, num_steps=4))))
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     names = [event["name"] for event in events if event["pid"] == 1]
     assert names == ["forward", "backward", "exposed", "bucket 0", "bucket 1"] * 2
@@ -149,7 +138,7 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
         ({"rank0.json": "{"}, r"rank0\.json is not a recording: JSONDecodeError"),
         ({"rank0.json": "[]"}, r"rank0\.json is not a recording: TypeError"),
         ({"rank0.json": '{"version": 2}'}, "has format 2, but this version reads format 1"),
-        ({"rank0.json": '{"version": 1, "rank": 0}'}, "is not a recording: KeyError: 'world_size'"),
+        ({"rank0.json": '{"version": 1, "rank": 0}'}, "is not a recording: KeyError: 'steps'"),
     ],
 )
 def test_what_cannot_be_read_is_named(files, message, tmp_path: Path, capsys) -> None:
@@ -168,36 +157,19 @@ def test_recordings_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
         load_folder(tmp_path)
 
 
-def test_the_report_of_a_run_is_one_page_that_a_browser_shows(tmp_path: Path, capsys) -> None:
+def test_the_report_of_a_run_is_one_page_with_all_that_it_needs(tmp_path: Path, capsys) -> None:
     for recording in two_ranks(clock_ms=7):
         save(tmp_path / "a <run>", recording)
     target = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "a <run>"), "--page", str(target)]) == 0
     text = target.read_text()
     assert "Run a &lt;run&gt;: 2 ranks, steps 0 to 2" in text
-    assert "<td>1</td><td>host1</td><td>100.00</td><td>10.00</td><td>3.00</td><td>0.00</td>" in text
-    assert text.count("<svg") == text.count("<h2>") == 5
-    assert re.search(r"https?:|<script|<link|src=", text) is None, "it has to hold all it needs"
+    assert re.search(r"^1 +host1 +100\.00 +10\.00 +3\.00 +0\.00", text, re.MULTILINE)
+    assert text.count("<svg") == text.count("</svg>") == 2, "the charts and the timeline"
+    assert re.search(r"<script|<link|src=|href=\"[^#]", text) is None, "nothing is loaded"
+    assert [kind for kind, (color, _) in KINDS.items() if color not in text] == []
     assert main(["report", str(tmp_path)]) == 1
     assert "has no recording" in capsys.readouterr().err
-
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium to look at the page with: apt-get install chromium")
-    picture = tmp_path / "page.png"
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command += ["--window-size=1000,2200", f"--screenshot={picture}", target.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    with Image.open(picture) as shown:
-        inks = {colour for _, colour in shown.convert("RGB").getcolors(1_000_000)}
-    wanted = {ImageColor.getrgb(colour) for colour in COLOURS.values()}
-    assert wanted <= inks, "a kind of span of the timeline cannot be seen"
 
 
 def test_the_command_writes_trace_and_picture_of_a_folder(tmp_path: Path, capsys) -> None:

@@ -13,7 +13,7 @@ from lightning_ddp.launch.zygote import receive, send
 
 DEADLINE_S = 120.0
 SUPERVISOR = """
-import os, select, signal, socket, sys, time
+import os, signal, socket, sys
 from pathlib import Path
 from lightning_ddp.launch.program import Program
 from lightning_ddp.launch.zygote import Start, Zygote, fork, serve
@@ -37,20 +37,13 @@ zygote = Zygote(ours)
 def start(name, *arguments, files={}, **environment):
     return zygote.start(Start(program=Program("script", name, arguments), environment=environment), files)
 
-def code(fork):
-    if fork.end is not None:
-        assert select.select([fork.end], [], [], 20)[0]
-    while fork.poll() is None:
-        time.sleep(0.01)
-    return fork.poll()
-
 """
 CASES = {
     "exit codes": (
         "forks = [start('exit', str(number)) for number in (0, 3)] + [start('pause')]\n"
-        "print(forks[2].poll())\n"
+        "print(forks[2].returncode)\n"
         "forks[2].send_signal(signal.SIGTERM)\n"
-        "print([code(fork) for fork in reversed(forks)])\n"
+        "print([fork.wait() for fork in reversed(forks)])\n"
         "forks[0].send_signal(signal.SIGKILL)",  # whose process id may be that of another process
         "None\n[-15, 3, 0]\n",
     ),
@@ -58,14 +51,14 @@ CASES = {
         "reading, writing = os.pipe()\n"
         "text = 'x' * 1_000_000\n"  # more than a packet of a socket holds
         "rank = start('write', files={7: writing}, TEXT='words', BIG=text)\n"
-        "print(os.read(reading, 10), code(rank))",
+        "print(os.read(reading, 10), rank.wait())",
         "b'words' 1\n",
     ),
     "killed": (
         "rank = start('pause')\n"
         "os.kill(zygote_pid, signal.SIGKILL)\n"
         "os.waitpid(zygote_pid, 0)\n"
-        "print(code(rank))\n"  # the kernel has killed it
+        "print(rank.wait())\n"  # the kernel has killed it
         "try:\n    start('pause')\nexcept OSError as error:\n    print(type(error).__name__)",
         "-9\nBrokenPipeError\n",
     ),

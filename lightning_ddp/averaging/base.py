@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.mean import PlainWire, average_
+from lightning_ddp.encoding.mean import Wire, average_
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
@@ -40,6 +41,17 @@ class AveragerOptions:
         )
 
 
+class Standing(Enum):
+    """Relation of the parameters of the ranks."""
+
+    SAME = auto()
+    """They are the same on all ranks."""
+    MET = auto()
+    """All ranks took part in the last round, after which a part of the parameters may differ."""
+    APART = auto()
+    """Ranks have taken steps of their own since the last round."""
+
+
 @dataclass(kw_only=True)
 class Track:
     """One optimizer and its step counts."""
@@ -56,18 +68,12 @@ class Track:
 class Averager:
     """Base of averagers: ranks train on their own gradients, and parameters are averaged periodically.
 
-    Only the averager decides when local training begins; the owner of the reducer reads
-    `averages_gradients`. Steps are optimizer steps, independent of the number of backwards. Each optimizer
-    has its own count, and its parameters are averaged separately, so that alternating optimizers are treated
-    alike. All ranks must make the same calls, also for steps that loss scaling skipped.
+    The owner of the reducer reads `averages_gradients`. Steps are optimizer steps, independent of the number
+    of backwards. Each optimizer has its own count, and its parameters are averaged separately, so that
+    alternating optimizers are treated alike. All ranks must make the same calls, also for steps that loss
+    scaling skipped.
 
-    Collective: all ranks must construct it.
-
-    Args:
-        module: module with the parameters and buffers, which must be the same on all ranks at this point.
-        optimizers: optimizers whose steps count.
-        group: the ranks; the averager makes a separate group of the same ranks.
-        options: an instance of the class's `Options`.
+    Collective: all ranks must construct it, with the same parameters and buffers.
 
     Raises:
         ConfigurationError: an optimizer shards its state over the ranks, or the options do not fit the ranks.
@@ -93,7 +99,7 @@ class Averager:
         self.check_ranks()
         device = next(iter(self.parameters.values())).device
         self.channel = Channel(group, device)
-        self.wire = PlainWire(self.channel)
+        self.wire = Wire(self.channel)
         names = {id(p): name for name, p in self.parameters.items()}
         self.tracks = [
             Track(
@@ -103,26 +109,17 @@ class Averager:
             for optimizer in optimizers
         ]
         self._is_local = False
-        self._has_diverged = False
+        self._standing = Standing.SAME
         self.keeps_rounds = False
         """True if other ranks may repeat a failed round."""
-        self.has_met = True
-        """True if all ranks took the last step with averaged gradients, or have averaged since."""
         self.prepare()
         self._settle_phase()
 
     def check_ranks(self) -> None:
-        """Reject options that do not fit the number of ranks, before any communication.
-
-        Raises:
-            ConfigurationError: the options do not fit.
-        """
+        """Raise `ConfigurationError` if the options do not fit the number of ranks; do not communicate."""
 
     def prepare(self) -> None:
-        """Create the process groups and communication threads of the subclass; called by the constructor.
-
-        Collective: all ranks must call it.
-        """
+        """Create the groups and channels of the subclass, at construction and after `rejoin`."""
 
     # ------------------------------------------------------------------ steps
 
@@ -130,6 +127,11 @@ class Averager:
     def averages_gradients(self) -> bool:
         """True if the gradients of the next backward pass are averaged over all ranks."""
         return not self._is_local
+
+    @property
+    def has_met(self) -> bool:
+        """True if all ranks took the last step with averaged gradients, or have averaged since."""
+        return self._standing is not Standing.APART
 
     @property
     def num_bytes_sent(self) -> int:
@@ -151,7 +153,7 @@ class Averager:
         track.num_steps += 1
         if self._is_local:
             track.num_local_steps += 1
-            self._has_diverged, self.has_met = True, False
+            self._standing = Standing.APART
             self.after_local_step(track)
         else:
             self._settle_phase()
@@ -180,34 +182,30 @@ class Averager:
             self.finish_round(track)
 
     def finish_round(self, track: Track) -> None:
-        """Run a round to its end; it has to be due.
-
-        Collective: all ranks must call it.
-        """
+        """Run a round to its end; it has to be due."""
         self.round(track)
-        self._has_diverged = self.mixes_rounds or len(self.tracks) > 1
-        self.has_met = True
+        self._standing = Standing.MET if self.mixes_rounds or len(self.tracks) > 1 else Standing.SAME
 
     def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer: the part of a round that each subclass implements.
+        """Average the parameters of one optimizer; a subclass may do more."""
+        self.average_parameters(track, self.channel)
+        self.settle(track)
 
-        Collective: all ranks must call it.
-        """
-        raise NotImplementedError
+    def average_parameters(self, track: Track, channel: Channel) -> None:
+        """Average the parameters of one optimizer over the ranks of a channel."""
+        tensors = [self.parameters[name] for name in track.names]
+        channel.wait(channel.submit(lambda: average_(Wire(channel), tensors)))
 
     # ------------------------------------------------------------------ agreement
 
     def agree(self) -> bool:
-        """Average parameters and buffers so that they are the same on all ranks.
+        """Average parameters and buffers; return True if the ranks may have differed, so that it was needed.
 
         For validation, checkpoints and the end of training. Does not change the schedule of rounds.
 
         Collective: all ranks must call it.
-
-        Returns:
-            True if the ranks may have differed, so that it has communicated.
         """
-        if not self._has_diverged:
+        if self._standing is Standing.SAME:
             return False
         tensors: list[torch.Tensor] = list(self.parameters.values())
         # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
@@ -215,32 +213,22 @@ class Averager:
             [p.detach().clone() for p in tensors] if self.keeps_rounds and self.mixes_rounds else tensors
         )
         self.run(lambda: average_(self.wire, averaged))
-        self.average_buffers()
+        self.run(lambda: average_buffers(self.channel, self.module))
         with torch.no_grad():
             for parameter, mean in zip(tensors, averaged, strict=True):
                 if mean is not parameter:
                     parameter.copy_(mean)
-        self._has_diverged, self.has_met = False, True
+        self._standing = Standing.SAME
         return True
 
     def settle(self, track: Track) -> None:
-        """Finish a round: treat the optimizer state as its option says, and average buffers.
-
-        Collective: all ranks must call it.
-        """
+        """Finish a round: treat the optimizer state as its option says, and average buffers."""
         if self.options.optimizer_state == "reset":
             for name in track.names:
                 track.optimizer.state[self.parameters[name]].clear()
         elif self.options.optimizer_state == "average":
             parameters = {name: self.parameters[name] for name in track.names}
             self.run(lambda: average_optimizer_state(self.channel, track.optimizer, parameters))
-        self.average_buffers()
-
-    def average_buffers(self) -> None:
-        """Average normalization statistics and other floating-point buffers.
-
-        Collective: all ranks must call it.
-        """
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:
@@ -260,7 +248,7 @@ class Averager:
         """
         self.group = group
         self.channel = Channel(group, self.channel.device)
-        self.wire = PlainWire(self.channel)
+        self.wire = Wire(self.channel)
         self.settle_others()
         self.prepare()
 
@@ -282,26 +270,19 @@ class Averager:
 
     def settle_others(self) -> None:
         """Note that all ranks have the state of the last meeting, after ranks were lost."""
-        self.has_met = True
-        self._has_diverged = self._is_local and self.mixes_rounds
+        self._standing = Standing.MET if self._is_local and self.mixes_rounds else Standing.SAME
 
     def for_others(self) -> dict[str, Any]:
         """Return the state that ranks which are one step or round behind need for `catch_up`."""
-        return Averager.state_dict(self)
+        return self.state_dict()
 
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Finish a step or round that was interrupted here after another rank had finished it.
+        """Finish a step or round that was interrupted here, with the state of a rank that has finished it.
 
-        Args:
-            state: from `for_others` of that rank, whose parameters this rank has already, unless it
-                `keeps_parameters`.
+        This rank has the parameters of that rank already, unless it `keeps_parameters`.
         """
         self.load_state_dict(state)
         self.settle_others()
-
-    def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        """Load the state of the outer optimizer; return the names of parameters for which it has none."""
-        return []
 
     # ------------------------------------------------------------------ checkpoint
 
@@ -317,11 +298,7 @@ class Averager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore a state; return one sentence for each item that could not be restored.
-
-        Raises:
-            ConfigurationError: the format is not known.
-        """
+        """Restore a state; return one sentence for each item that could not be restored."""
         if state.get("format") != STATE_FORMAT:
             raise ConfigurationError(
                 f"state of averager {self.name!r} has format {state.get('format')!r}, but this release"
@@ -339,7 +316,7 @@ class Averager:
                 f" saved, but the run has {len(self.tracks)}"
             )
         self._is_local = bool(state["is_local"])
-        self._has_diverged = False
+        self._standing = Standing.SAME
         changed = {k: v for k, v in state["options"].items() if asdict(self.options).get(k) != v}
         if changed:
             notes.append(f"averager {self.name!r} was saved with other options: {changed}")
@@ -347,11 +324,7 @@ class Averager:
 
 
 def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Reject optimizers that cannot be used with local training.
-
-    Raises:
-        ConfigurationError: an optimizer shards its state, or averages parameters itself.
-    """
+    """Raise `ConfigurationError` for optimizers that cannot be used with local training."""
     reasons = {
         "ZeroRedundancyOptimizer": "each rank holds the state of a part of the parameters only, so no rank"
         " could take a step by itself",
@@ -384,7 +357,7 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
         if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
             means.append(mean)
             variances.append(variance)
-    wire = PlainWire(channel)
+    wire = Wire(channel)
     before = [mean.clone() for mean in means]
     known = {id(t) for t in [*means, *variances]}
     rest = [b for b in module.buffers() if id(b) not in known]
@@ -410,11 +383,6 @@ def average_optimizer_state(
     the other ranks keep their state.
 
     Collective: all ranks must call it.
-
-    Args:
-        channel: the ranks.
-        optimizer: optimizer whose state is changed in place.
-        parameters: parameters of the optimizer by name, in the same order on all ranks.
     """
     found = {
         (name, key): value
@@ -425,4 +393,4 @@ def average_optimizer_state(
     }
     layouts = all_gather_objects(channel.group, list(found), channel.device)
     everywhere = set(layouts[0]).intersection(*map(set, layouts[1:]))
-    average_(PlainWire(channel), [value for key, value in found.items() if key in everywhere])
+    average_(Wire(channel), [value for key, value in found.items() if key in everywhere])

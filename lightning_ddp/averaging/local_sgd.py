@@ -17,7 +17,7 @@ from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
 from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import part_group
-from lightning_ddp.encoding.mean import PlainWire, average_
+from lightning_ddp.encoding.mean import Wire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require
 
@@ -40,27 +40,18 @@ class PostLocalSGD(Averager):
     Options = PostLocalSGDOptions
     options: PostLocalSGDOptions
 
-    def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer, including those without a gradient."""
-        tensors = [self.parameters[name] for name in track.names]
-        self.run(lambda: average_(self.wire, tensors))
-        self.settle(track)
-
 
 class NodeGradients:
-    """A communication hook that calls another hook until local training starts.
+    """A communication hook that averages in nodes of neighboring ranks, once local training has started.
 
     Collective: all ranks must construct it.
 
     Args:
-        hook: hook that reduces over all ranks; None for the plain mean.
-        group: all ranks; ranks of a node must be neighbors.
+        hook: hook that reduces over all ranks until then; None for the plain mean.
+        group: all ranks.
         node_size: number of ranks on a node.
         device: device of the gradients.
         is_global: returns True while gradients have to be averaged over all ranks.
-
-    Raises:
-        ConfigurationError: the ranks do not divide into nodes of that size.
     """
 
     def __init__(
@@ -87,7 +78,7 @@ class NodeGradients:
             return self._hook(state, bucket)
         channel = self._world if self._world is not None and self._is_global() else self._node
         buffer: torch.Tensor = bucket.buffer()
-        return channel.submit(lambda: PlainWire(channel).mean(buffer))
+        return channel.submit(lambda: Wire(channel).mean(buffer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +140,6 @@ class HierarchicalSGD(Averager):
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:
-        """Create the groups of each level."""
         group = self.group
         self._levels: dict[int, Channel] = {}
         for period, size in self._sizes().items():
@@ -165,7 +155,6 @@ class HierarchicalSGD(Averager):
         return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
 
     def after_local_step(self, track: Track) -> None:
-        """Average on the largest level whose period is over."""
         due = [period for period in self._levels if track.num_local_steps % period == 0]
         if not due:
             return
@@ -173,13 +162,4 @@ class HierarchicalSGD(Averager):
         if channel is self.channel:
             self.finish_round(track)
         else:
-            self._average(track, channel)
-
-    def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer among all ranks."""
-        self._average(track, self.channel)
-        self.settle(track)
-
-    def _average(self, track: Track, channel: Channel) -> None:
-        tensors = [self.parameters[name] for name in track.names]
-        channel.wait(channel.submit(lambda: average_(PlainWire(channel), tensors)))
+            self.average_parameters(track, channel)

@@ -18,7 +18,6 @@ from lightning_ddp.encoding.mean import (
     EncodedWire,
     Int8Codec,
     Segment,
-    Wire,
     exchange,
     memory_view,
 )
@@ -34,27 +33,20 @@ class OuterAverager(Averager):
     """
 
     def prepare(self) -> None:
-        """Choose unencoded outer gradients."""
-        self.transport: Wire = self.wire
+        self.transport = self.wire
 
     def begin_local_phase(self) -> None:
-        """Copy the parameters, which are the same on all ranks at this moment."""
         self._anchors = {name: memory_view(p).clone().float() for name, p in self.parameters.items()}
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
-        """Update `anchor` (1-D, in place) with `delta`, the mean change of the ranks' parameters.
+        """Update `anchor` and `momentum` (1-D) in place, with the learning rate of the optimizer.
 
-        Args:
-            anchor: the outer parameters.
-            momentum: the outer momentum; changed in place.
-            delta: anchor minus the mean of the ranks' parameters; may be changed.
-            lr: learning rate of the optimizer for this parameter.
+        `delta` is the anchor minus the mean of the ranks' parameters, and may be changed.
         """
         raise NotImplementedError
 
     def round(self, track: Track) -> None:
-        """Take one step of the outer optimizer for the parameters of one optimizer."""
         self.run(lambda: self._exchange(track))
         self.settle(track)
 
@@ -94,28 +86,23 @@ class OuterAverager(Averager):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore a state; outer parameters that it lacks start at the current parameters."""
         notes = super().load_state_dict(state)
         if state["name"] != self.name or self.averages_gradients:
             return notes
         self.begin_local_phase()
-        missing = self.take_outer(state["outer"])
+        missing = []
+        for name, anchor in self._anchors.items():
+            saved = state["outer"].get(name)
+            if saved is None or saved["anchor"].numel() != anchor.numel():
+                missing.append(name)
+            else:
+                anchor.copy_(saved["anchor"])
+                self._momenta[name].copy_(saved["momentum"])
         if missing:
             notes.append(
                 f"outer state of averager {self.name!r} starts from scratch for {', '.join(missing)}"
             )
         return notes
-
-    def take_outer(self, outer: dict[str, Any]) -> list[str]:
-        missing = []
-        for name, anchor in self._anchors.items() if self._is_local else ():
-            saved = outer.get(name)
-            if saved is None or saved["anchor"].numel() != anchor.numel():
-                missing.append(name)
-                continue
-            anchor.copy_(saved["anchor"])
-            self._momenta[name].copy_(saved["momentum"])
-        return missing
 
     def mark(self) -> Any:
         outer = [*self._anchors.values(), *self._momenta.values()] if self._is_local else []
@@ -126,9 +113,6 @@ class OuterAverager(Averager):
         super().restore(base)
         for tensor, value in outer:
             tensor.copy_(value)
-
-    def for_others(self) -> dict[str, Any]:
-        return OuterAverager.state_dict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +194,6 @@ class DiLoCo(OuterAverager):
     options: DiLoCoOptions
 
     def prepare(self) -> None:
-        """Choose the encoding of outer gradients."""
         super().prepare()
         encoding = self.options.encoding
         if encoding != "fp32":

@@ -65,8 +65,7 @@ class StreamingDiLoCo(DiLoCo):
     """DiLoCo by fragments: each fragment starts its outer step in turn and applies it `delay` steps later.
 
     Progress of a rank during the exchange is kept: its parameters become a mix of the outer parameters and
-    its own. So parameters are the same on all ranks only after `agree`. The peak of traffic is that of one
-    fragment.
+    its own. So parameters are the same on all ranks only after `agree`.
     """
 
     name = "streaming_diloco"
@@ -141,7 +140,6 @@ class StreamingDiLoCo(DiLoCo):
             own.mul_(weight).add_(self._anchors[name], alpha=1 - weight)
 
     def agree(self) -> bool:
-        """Send a pending fragment again that was interrupted, then synchronize as `Averager.agree` does."""
         self._send_again()
         return super().agree()
 
@@ -162,13 +160,11 @@ class StreamingDiLoCo(DiLoCo):
         return super().mark(), dict(self._under_way)
 
     def restore(self, mark: Any) -> None:
-        """Undo all changes since `mark`, and send the fragment again that was pending then."""
         base, under_way = mark
         super().restore(base)
         self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
 
     def rejoin(self, group: Group) -> None:
-        """Continue with other ranks; send the pending fragment again, unless a rank has applied it."""
         under_way = self._under_way
         super().rejoin(group)
         self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
@@ -178,8 +174,10 @@ class StreamingDiLoCo(DiLoCo):
             if exchange.future is None:
                 exchange.future = self._send(exchange)
 
+    def for_others(self) -> dict[str, Any]:
+        return super().state_dict()  # without the wait for pending exchanges
+
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Take the outer state of a rank that has applied the pending fragment, and mix it in here."""
         due, under_way = self._due, self._under_way
         super().catch_up({**state, "under_way": {}})
         for exchange in due.values():
@@ -189,7 +187,6 @@ class StreamingDiLoCo(DiLoCo):
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `DiLoCo` and the pending exchanges; wait for them first."""
         state = super().state_dict()
         self._send_again()
         state["under_way"] = {

@@ -1,8 +1,7 @@
 """Record of this rank's collectives, and the failure that interrupts its waits for them.
 
-`Activity` records which collectives the threads have started and wait for. Threads that communicate write it,
-at about a microsecond per collective; the control channel's thread reads it to report where this rank is.
-`Interrupt` holds the record, and a failure that was reported to that thread.
+Threads that communicate write the record, at about a microsecond per collective; the control channel's thread
+reads it to report where this rank is.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from lightning_ddp._torch import known_groups, name_of_group
 
 _NUM_RECENT = 4
 _MOST_PENDING = 64
-_MOST_TENSORS = 8
 _MOST_DIMENSIONS = 8
 _LOOK_AFTER_S = 5.0
 """Age in seconds at which a wait checks whether the ranks wait for different collectives."""
@@ -40,8 +38,7 @@ class Entry(NamedTuple):
     label: str | None
     """Purpose, such as 'reduce of bucket 4'; None if not given."""
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
-    """Shapes and dtypes of the first few tensors."""
-    num_tensors: int
+    """Shapes and dtypes."""
     since: float
     """Start time, in seconds of `time.monotonic`."""
 
@@ -52,11 +49,10 @@ class Entry(NamedTuple):
     def text(self) -> str:
         """Describe all that must be the same on all ranks, in a few hundred characters."""
         shapes = ", ".join(f"{_shape(shape)} {str(d).removeprefix('torch.')}" for shape, d in self.tensors)
-        more = f" and {self.num_tensors - len(self.tensors)} more" * (self.num_tensors > len(self.tensors))
         label, kind = self.label or "", self.kind
         is_function = label.isidentifier() and label.startswith(kind.split()[0])  # the label repeats the kind
         purpose = "" if is_function or kind.startswith(label) else f"{label}: "
-        return f"{purpose}{kind} of {shapes}{more}"
+        return f"{purpose}{kind}" + f" of {shapes}" * bool(shapes)
 
 
 def _shape(shape: torch.Size) -> str:
@@ -82,8 +78,8 @@ class Lane:
     def next(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None) -> Entry:
         """Record a collective that is about to start; return its entry."""
         self.number += 1
-        shown = tuple([(t.shape, t.dtype) for t in tensors[:_MOST_TENSORS]])
-        entry = Entry(self, self.number, kind, label, shown, len(tensors), time.monotonic())
+        shown = tuple([(t.shape, t.dtype) for t in tensors])
+        entry = Entry(self, self.number, kind, label, shown, time.monotonic())
         self.recent.append(entry)
         return entry
 
@@ -232,6 +228,27 @@ def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
     return f"group {number}" if number else "world", range(process_group.size())
 
 
+class Supervisor(Protocol):
+    """Party that can ask all ranks what they do, for a rank that waits; its methods may take a second."""
+
+    deadline_s: float
+    """Age in seconds at which an awaited collective counts as failed."""
+    is_comparing: bool
+    """True if each collective is compared between the ranks before it starts."""
+
+    def explain(self, waiting: Waiting) -> BaseException:
+        """Return the error of a wait whose deadline has passed."""
+        ...
+
+    def look(self, entry: Entry) -> BaseException | None:
+        """Return the error if other ranks wait for another collective."""
+        ...
+
+    def compare(self, entry: Entry) -> None:
+        """Wait until all ranks are about to start this collective; raise if they start others."""
+        ...
+
+
 class Interrupt:
     """A failure reported by another thread, which interrupts waits for collectives.
 
@@ -242,20 +259,14 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.activity = Activity()
-        self.deadline_s = float("inf")
-        """Age in seconds at which an awaited collective counts as failed."""
-        self.explain: Callable[[Waiting], BaseException] | None = None
-        """Function that makes the error of a wait whose deadline has passed; may take a second."""
-        self.look: Callable[[Entry], BaseException | None] | None = None
-        """Function that makes the error if other ranks wait for another collective; may take a second."""
-        self.compare: Callable[[Entry], None] | None = None
-        """Function called before each collective; waits until all ranks are about to start the same one."""
-        self.expect: Callable[..., None] | None = None
-        """Function that registers queued device work with `DeviceWatch`, as no host thread waits for it."""
-        self._looked_at: Entry | None = None
-        self._lock = threading.Lock()
+        self.supervisor: Supervisor | None = None
+        """Explains waits that take too long; None if waits have no deadline."""
+        self.device_watch: Any = None
+        """`DeviceWatch` of queued device work, for which no host thread waits; None if there is none."""
         self.error: BaseException | None = None
         """The failure, or None."""
+        self._looked_at: Entry | None = None
+        self._lock = threading.Lock()
 
     def set(self, error: BaseException) -> bool:
         """Set the failure that waits raise; return True if there was none before."""
@@ -280,18 +291,21 @@ class Interrupt:
         Args:
             is_over: True if the backend's own timeout has passed already.
         """
-        if self.explain is None:
-            return
-        waiting = self.activity.of_this_thread()
-        if waiting is None:
+        supervisor, waiting = self.supervisor, self.activity.of_this_thread()
+        if supervisor is None or waiting is None:
             return
         waited_s = time.monotonic() - waiting.begun_at
-        if is_over or waited_s >= self.deadline_s:
-            raise self.explain(waiting)
+        if is_over or waited_s >= supervisor.deadline_s:
+            raise supervisor.explain(waiting)
         entry = waiting.entry
-        if waited_s < _LOOK_AFTER_S or entry is None or entry is self._looked_at or self.look is None:
+        if waited_s < _LOOK_AFTER_S or entry is None or entry is self._looked_at:
             return
         self._looked_at = entry
-        error = self.look(entry)
+        error = supervisor.look(entry)
         if error is not None:
             raise error
+
+    @property
+    def is_comparing(self) -> bool:
+        """True if each collective is compared between the ranks before it starts."""
+        return self.supervisor is not None and self.supervisor.is_comparing

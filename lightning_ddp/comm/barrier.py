@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.group import Group, InThread, OnSlice
-from lightning_ddp.comm.handle import Call, Collective, Handle, limit_of
+from lightning_ddp.comm.call import Call, limit_of
+from lightning_ddp.comm.group import Group, InThread
 from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError, RendezvousError
 
 _POLL_S = 0.005
@@ -26,67 +26,56 @@ _ATTEMPT = "lightning_ddp/attempt"
 _ASK_AGAIN_S = 0.05
 
 
-@Collective
 def barrier(
     group: Group,
     device: torch.device,
     name: str | None = None,
     *,
     timeout: timedelta | float | None = None,
-    label: str | None = None,
-) -> Handle[None]:
+) -> None:
     """Wait until all ranks have called this function.
 
     Collective: all ranks must call it.
 
     Args:
         device: a device that the group's backend serves.
-        name: part of the label, if `label` is not given.
+        name: part of the label of the call.
+        timeout: as for `all_reduce`, also its errors.
     """
-    call = Call(group=group, device=device, label=label or _label("barrier", name), timeout=timeout)
+    call = Call(group=group, device=device, label=_label("barrier", name), timeout=timeout)
     token = torch.zeros(1, dtype=torch.int32, device=device)
-    work = call.start(lambda: group.all_reduce(token, **call.limit))
-    return call.handle(work, lambda: group.wait_device(device))
+    call.wait(call.start(lambda: group.all_reduce(token, label=call.label)))
+    group.wait_device(device)
 
 
 def _label(what: str, name: str | None) -> str:
     return what if name is None else f"{what} {name!r}"
 
 
-@Collective
-def monitored_barrier(
-    group: Group,
-    name: str | None = None,
-    *,
-    timeout: timedelta | float,
-    label: str | None = None,
-) -> Handle[None]:
+def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedelta | float) -> None:
     """Wait until all ranks have called this function, or name the ranks that have not.
 
-    It uses the group's key-value store and not the backend, so it works alike with every backend, and the
-    group is usable after a failure. The first rank whose deadline passes decides for all which ranks are
-    missing; a rank that calls later gets the same error. If the store does not reply, each rank raises an
-    error of its own. It does not wait for CUDA devices.
-    Costs a few round trips to the store, so it is for set-up and tests, not for every step.
+    It uses the group's key-value store and not the backend, so the group is usable after a failure. The first
+    rank whose deadline passes decides for all which ranks are missing; a rank that calls later gets the same
+    error. It costs a few round trips to the store, and does not wait for CUDA devices.
 
     Collective: all ranks must call it.
 
     Args:
-        name: part of the label, if `label` is not given.
+        name: part of the label of the call.
         timeout: deadline of this call.
 
     Raises:
         CollectiveTimeoutError: the deadline of a rank has passed; `missing` holds the ranks, on all ranks.
         ConfigurationError: torch knows no store for this group; pass one with `Group(..., store=store)`.
     """
-    given = label or _label("monitored_barrier", name)
-    limit_s = limit_of(timeout, given)
     # The call has no deadline of its own: at the deadline the ranks decide together which are missing.
-    call = Call(group=group, device=torch.device("cpu"), label=given)
+    call = Call(group=group, device=torch.device("cpu"), label=_label("monitored_barrier", name))
+    limit_s = limit_of(timeout, call.label)
     if group.store is None:
         raise ConfigurationError(
-            f"{given}: torch knows no store for this group. Make it with init_process_group or sub_group, or"
-            " pass its store: Group(process_group, store=store)"
+            f"{call.label}: torch knows no store for this group. Make it with init_process_group or"
+            " sub_group, or pass its store: Group(process_group, store=store)"
         )
     store, rank, size = group.store, group.rank, group.size
     number = group.next_number("monitored_barrier")
@@ -115,15 +104,9 @@ def monitored_barrier(
                 store.delete_key(key(what))
         return verdict
 
-    thread = InThread(come, limit_s)
-    verdict_of_all = call.wait_for_thread(lambda: thread)
-
-    def wait(on_slice: OnSlice) -> None:
-        verdict = verdict_of_all(on_slice)
-        if verdict != _ALL_CAME:
-            raise _missing(call, verdict)
-
-    return Handle(call, wait, lambda: None)
+    verdict = call.wait_for_thread(InThread(come, limit_s))
+    if verdict != _ALL_CAME:
+        raise _missing(call, verdict)
 
 
 def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:

@@ -1,9 +1,8 @@
 """Watch of queued device work, which detects a step that never ends though no host thread waits.
 
-With NCCL a wait returns as soon as it is queued on the stream. If a rank is late, lost or lacks a gradient,
-the devices of the others wait, and no host thread checks the deadline or the report of that rank. So the
-engine records one event at the end of each backward, and a separate thread polls it. The thread of the
-control channel cannot do that, because it must receive failures meanwhile.
+With NCCL a wait returns as soon as it is queued on the stream: if a rank is late, lost or lacks a gradient,
+no host thread of the others waits. So the engine records one event at the end of each backward, and a
+separate thread polls it. The control channel's thread cannot do that, as it must receive failures meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_ddp._torch import error_of
-from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
+from lightning_ddp.comm.activity import Interrupt, Waiting
 from lightning_ddp.errors import CollectiveError
 
 _LOOK_S = 0.2
@@ -33,16 +32,10 @@ class _Queued:
     """Work that was on a stream when its event was recorded."""
 
     event: Any
-    label: str
-    entry: Entry | None
+    waiting: Waiting
     process_group: Any
     device: torch.device
     on_slice: Callable[[float], None] | None
-    since: float
-
-    def waiting(self) -> Waiting:
-        """Return the wait of the device for this work."""
-        return Waiting(self.label, self.since, self.entry, is_side=True)
 
 
 def _record(event: Any | None, device: torch.device) -> Any:
@@ -56,24 +49,13 @@ class DeviceWatch:
     """Thread that checks that queued device work runs within the deadline, and explains why if not.
 
     Args:
-        interrupt: has the deadline, and makes the error of a step that passes it.
+        interrupt: has the supervisor, which makes the error of a step that passes its deadline.
         on_failure: called once, in the watching thread, with the error.
-        record: records an event with a method `query`; gets an event to reuse or None, and a device.
-        look_s: seconds between two polls.
     """
 
-    def __init__(
-        self,
-        interrupt: Interrupt,
-        on_failure: Callable[[BaseException], None],
-        *,
-        record: Callable[[Any | None, torch.device], Any] = _record,
-        look_s: float = _LOOK_S,
-    ) -> None:
+    def __init__(self, interrupt: Interrupt, on_failure: Callable[[BaseException], None]) -> None:
         self._interrupt = interrupt
         self._on_failure = on_failure
-        self._record = record
-        self._look_s = look_s
         self._lock = threading.Lock()
         self._latest: _Queued | None = None
         self._watched: _Queued | None = None
@@ -83,22 +65,18 @@ class DeviceWatch:
 
     def expect(
         self,
-        label: str,
+        waiting: Waiting,
         *,
         process_group: Any,
         device: torch.device,
-        since: float,
-        entry: Entry | None = None,
         on_slice: Callable[[float], None] | None = None,
     ) -> None:
         """Register the work queued on the current stream; return after a few microseconds.
 
         Args:
-            label: description for messages.
+            waiting: the wait of the device for that work.
             process_group: group of the queued collectives.
             device: device of the stream.
-            since: time before the first of the collectives started, in seconds of `time.monotonic`.
-            entry: last of the collectives.
             on_slice: called repeatedly in the watching thread until the work has run, with the seconds since
                 the start; may raise the failure to report.
         """
@@ -107,13 +85,11 @@ class DeviceWatch:
         with self._lock:
             spare = self._spare.pop() if self._spare else None
         queued = _Queued(
-            event=self._record(spare, device),
-            label=label,
-            entry=entry,
+            event=_record(spare, device),
+            waiting=waiting,
             process_group=process_group,
             device=device,
             on_slice=on_slice,
-            since=since,
         )
         with self._lock:
             if self._latest is not None:  # of an earlier step: the new event completes after it
@@ -139,7 +115,7 @@ class DeviceWatch:
     def _run(self) -> None:
         _let_others_capture()
         num_idle = 0
-        while not self._is_closed.wait(self._look_s):
+        while not self._is_closed.wait(_LOOK_S):
             queued = self._next()
             if queued is None:
                 num_idle += 1
@@ -151,7 +127,7 @@ class DeviceWatch:
                 if self._has_run(queued):
                     self._release(queued)
                 else:
-                    self._interrupt.activity.on_device = queued.waiting()
+                    self._interrupt.activity.on_device = queued.waiting
             except Exception as error:  # noqa: BLE001 (any error is passed to the main thread)
                 if self._interrupt.error is None and self._watched is queued:
                     self._on_failure(error)
@@ -186,14 +162,13 @@ class DeviceWatch:
             CollectiveTimeoutError: the work has not run within the deadline.
             BaseException: the error that `on_slice` raised.
         """
-        waited_s = time.monotonic() - queued.since
+        label, waited_s = queued.waiting.label, time.monotonic() - queued.waiting.since
         found = error_of(queued.process_group, queued.device)
         if found is not None:
             raise CollectiveError(
-                f"{queued.label}: NCCL's watchdog reports {found}, so that averaged values cannot be"
-                " trusted. The log above has the watchdog's message, usually a broken connection or a lost"
-                " rank.",
-                label=queued.label,
+                f"{label}: NCCL's watchdog reports {found}, so that averaged values cannot be trusted. The"
+                " log above has the watchdog's message, usually a broken connection or a lost rank.",
+                label=label,
                 rank=queued.process_group.rank(),
                 waited_s=waited_s,
             )
@@ -201,8 +176,9 @@ class DeviceWatch:
             return True
         if queued.on_slice is not None:
             queued.on_slice(waited_s)
-        if waited_s >= self._interrupt.deadline_s and self._interrupt.explain is not None:
-            raise self._interrupt.explain(queued.waiting())
+        supervisor = self._interrupt.supervisor
+        if supervisor is not None and waited_s >= supervisor.deadline_s:
+            raise supervisor.explain(queued.waiting)
         return False
 
 

@@ -1,8 +1,8 @@
-"""Process group wrapper that starts collectives and waits for their works with deadlines.
+"""Process group wrapper that starts collectives and waits for their works in slices.
 
-A wait that blocks in C++ until a peer replies hides signals and the failure of other ranks. So all waits in
-this package are in slices: between two slices Python runs signal handlers and checks the group's `Interrupt`.
-A call that cannot be sliced blocks a separate thread, for which the caller waits in slices.
+A wait that blocks in C++ until a peer replies hides signals and the failure of other ranks. Between two
+slices Python runs signal handlers and checks the group's `Interrupt`. A call that cannot be sliced blocks a
+separate thread, for which the caller waits in slices.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lightning_ddp._torch import (
     timeout_of,
     without_engine_context,
 )
-from lightning_ddp.comm.activity import Entry, Interrupt, Lane
-from lightning_ddp.comm.teardown import note_sent
-from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError
+from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
+from lightning_ddp.comm.exit import note_sent
+from lightning_ddp.errors import CollectiveError
 
 T = TypeVar("T")
 OnSlice = Callable[[float], None] | None
@@ -120,8 +120,7 @@ class InThread(Generic[T]):
         """Wait until the call has ended, or its time limit has passed.
 
         Args:
-            on_slice: called after each slice with the seconds waited so far; may raise. Any error except a
-                `CollectiveTimeoutError`, after which a handle may be waited for again, stops `until`.
+            on_slice: called after each slice with the seconds waited so far; may raise, which ends `until`.
         """
         start = time.monotonic()
         try:
@@ -133,26 +132,19 @@ class InThread(Generic[T]):
                         " rank 0, is stopped or cannot be reached"
                     )
                     return
-        except CollectiveTimeoutError:
-            raise
         except BaseException:
             self._is_wanted = False
             raise
 
 
+def _name_of(op: Any) -> Any:
+    """Return the name of a `ReduceOp`, also of one with a factor."""
+    return getattr(getattr(op, "op", op), "name", op)
+
+
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view without complex numbers, which most backends do not support."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def options_of(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
-    """Make options of a collective, such as `dist.ReduceOptions`; None for the backend's timeout."""
-    options = kind()
-    if timeout is not None:
-        fields["timeout"] = timeout
-    for name, value in fields.items():
-        setattr(options, name, value)
-    return options
 
 
 class Group:
@@ -189,8 +181,6 @@ class Group:
         self._store = store
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self.lacking: set[tuple[str, str]] = set()
-        """Methods, with the type of device, that the process group has turned out not to have."""
         self._names: dict[str, str] = {}
 
     @property
@@ -235,72 +225,24 @@ class Group:
 
     # ------------------------------------------------------------------ collectives, not waited for
 
-    def announce(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None = None) -> None:
-        """Record a collective that is about to start; every method that starts one calls it first.
-
-        With debug="detail" it waits until all ranks are about to start the same collective.
-
-        Args:
-            kind: operation with all that must be the same on all ranks, such as the source.
-            tensors: tensors that this rank sends; the same shapes and dtypes on all ranks.
-            label: purpose of the collective; the same on all ranks.
-
-        Raises:
-            CollectiveMismatchError: the ranks are about to start different collectives.
-        """
-        lane, interrupt = self.lane, self.interrupt
-        if lane is None or interrupt is None:
-            return
-        entry = lane.next(kind, tensors, label)
-        if interrupt.compare is not None and self.size > 1:
-            interrupt.compare(entry)
-
-    def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: Any = None,
-        timeout: timedelta | None = None,
-        *,
-        label: str | None = None,
-    ) -> Any:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, label: str | None = None) -> Any:
         """Start an in-place all-reduce; `op` defaults to the sum, `label` names its purpose.
 
         The tensor is contiguous, or sparse where the backend supports that. Complex numbers are sent as
-        pairs. `timeout` is that of the backend; None for the group's.
+        pairs.
         """
-        kind = "all_reduce" if op is None else f"all_reduce {getattr(getattr(op, 'op', op), 'name', op)}"
-        options = options_of(dist.AllreduceOptions, timeout, reduceOp=dist.ReduceOp.SUM if op is None else op)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if op is None else op
+        kind = "all_reduce" if op is None else f"all_reduce {_name_of(op)}"
         start = self.process_group.allreduce
         return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
 
-    def broadcast(
-        self,
-        tensor: torch.Tensor,
-        src: int = 0,
-        timeout: timedelta | None = None,
-        *,
-        label: str | None = None,
-    ) -> Any:
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, label: str | None = None) -> Any:
         """Start an in-place broadcast from group rank `src`."""
-        options = options_of(dist.BroadcastOptions, timeout, rootRank=src)
+        options = dist.BroadcastOptions()
+        options.rootRank = src
         start, kind = self.process_group.broadcast, f"broadcast from {src}"
         return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
-
-    def all_gather(
-        self,
-        outputs: list[torch.Tensor],
-        tensor: torch.Tensor,
-        timeout: timedelta | None = None,
-        *,
-        label: str | None = None,
-    ) -> Any:
-        """Start an all-gather into `outputs`, one tensor of the input's shape per rank."""
-        options = options_of(dist.distributed_c10d.AllgatherOptions, timeout)
-        note_sent(outputs)
-        start, filled = self.process_group.allgather, [[_as_real(output) for output in outputs]]
-        return self.start(
-            "all_gather", (tensor,), lambda: start(filled, [_as_real(tensor)], options), label=label
-        )
 
     def start(
         self,
@@ -310,13 +252,30 @@ class Group:
         *,
         label: str | None = None,
     ) -> Any:
-        """Call `begin`, which starts a collective that sends `tensors`; return torch's `Work` for it."""
-        self.announce(kind, tensors, label)
+        """Call `begin`, which starts a collective, and return torch's `Work` for it.
+
+        With debug="detail" it waits first until all ranks are about to start the same collective.
+
+        Args:
+            kind: operation with all that must be the same on all ranks, such as the source.
+            tensors: tensors that this rank sends; the same shapes and dtypes on all ranks.
+            begin: returns the work.
+            label: purpose of the collective; the same on all ranks.
+
+        Raises:
+            CollectiveMismatchError: the ranks are about to start different collectives.
+        """
+        lane, interrupt = self.lane, self.interrupt
+        if lane is not None and interrupt is not None:
+            entry = lane.next(kind, tensors, label)
+            supervisor = interrupt.supervisor
+            if supervisor is not None and supervisor.is_comparing and self.size > 1:
+                supervisor.compare(entry)
         note_sent(tensors)
         with without_engine_context():
             work = begin()
-        if self.lane is not None:
-            self.lane.started(work)
+        if lane is not None:
+            lane.started(work)
         return work
 
     # ------------------------------------------------------------------ waits
@@ -327,18 +286,15 @@ class Group:
         device: torch.device,
         on_slice: OnSlice = None,
         label: str | None = None,
-        *,
-        on_host: bool = False,
     ) -> None:
         """Wait for a work: on the CPU until done, with NCCL until queued on the current stream.
 
         Args:
             work: work that a collective of this group returned.
             device: device of its tensors.
-            on_slice: called after each expired slice with the seconds waited so far; may raise.
+            on_slice: called after each expired slice with the seconds waited so far; may raise. Not called
+                with NCCL; see `wait_device` and `watch_device`.
             label: name of the wait; None for the name of the collective.
-            on_host: True to make the host wait until the work has run with NCCL, too; otherwise `on_slice`
-                is not called with NCCL.
 
         Raises:
             RuntimeError: the collective failed, for example as a peer closed its connection.
@@ -347,16 +303,15 @@ class Group:
         with self._waiting(label or (entry.name() if entry is not None else "collective"), entry):
             backend = self.backend(device)
             if backend == "gloo":
-                self._in_slices(lambda: self._ends_in_slice(work), on_slice)
-            elif backend == "python":
+                self.in_slices(lambda: self._ends_in_slice(work), on_slice)
+                return
+            if backend == "python":
                 self._wait_done(work.get_future(), on_slice)
-                work.wait(_NO_TIMEOUT)  # as torch's C++ code calls it; some works have no default
-            elif device.type == "cpu" or on_host:
+            elif device.type == "cpu":
                 self._poll(work.is_completed, on_slice)
-                work.wait()
             else:
                 self.check()
-                work.wait()  # queues a stream wait; with a timeout NCCL would block, and then abort
+            work.wait(_NO_TIMEOUT)  # NCCL queues a stream wait; with a timeout it would block, and then abort
 
     def _ends_in_slice(self, work: Any) -> bool:
         self.check()
@@ -374,13 +329,8 @@ class Group:
                 raise
         return True
 
-    def wait_future(self, future: Any, on_slice: OnSlice = None) -> Any:
-        """Wait for a `torch.futures.Future` and return its value."""
-        self.wait_done(future, on_slice)
-        return future.wait()
-
     def wait_done(self, future: Any, on_slice: OnSlice = None, label: str = "communication hook") -> None:
-        """Wait until a future has a value or an error, without raising the error."""
+        """Wait until a `torch.futures.Future` has a value or an error, without raising the error."""
         if not future.done():
             with self._waiting(label, is_for_job=getattr(future, JOB_MARK, False)):
                 self._wait_done(future, on_slice)
@@ -388,7 +338,15 @@ class Group:
     def _wait_done(self, future: Any, on_slice: OnSlice) -> None:
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
-        self._in_slices(lambda: done.wait(SLICE_S), on_slice)
+        self.in_slices(lambda: done.wait(SLICE_S), on_slice)
+
+    def wait_until(
+        self, is_over: Callable[[], bool], label: str, on_slice: OnSlice = None, *, work: Any = None
+    ) -> None:
+        """Poll until `is_over`; `work` is the work of which that is true, if any."""
+        entry = self.lane.entry_of(work) if self.lane is not None else None
+        with self._waiting(label, entry):
+            self._poll(is_over, on_slice)
 
     def wait_call(self, call: InThread[Any], label: str, on_slice: OnSlice = None) -> None:
         """Wait until a function in another thread has returned; raise a failure of the group meanwhile."""
@@ -397,8 +355,12 @@ class Group:
 
     # ------------------------------------------------------------------ devices
 
-    def wait_device(self, device: torch.device) -> None:
+    def wait_device(self, device: torch.device, on_slice: OnSlice = None) -> None:
         """Wait until all work queued on the current stream has run; returns at once on the CPU.
+
+        Args:
+            device: device of the stream.
+            on_slice: as for `wait`.
 
         Raises:
             CollectiveError: NCCL has found an error, so results may be incomplete.
@@ -410,7 +372,7 @@ class Group:
         last = self.lane.recent[-1] if self.lane is not None and self.lane.recent else None
         with self._waiting("the device" if last is None else last.name(), last):
             start = time.monotonic()
-            self._poll(event.query, None)
+            self._poll(event.query, on_slice)
             self.check()
             found = error_of(self.process_group, device)
             if found is not None:
@@ -431,19 +393,17 @@ class Group:
             device: device of the stream.
             label: description of the queued work.
             since: time before its first collective started, in seconds of `time.monotonic`.
-            on_slice: as for `wait`, but called in another thread.
+            on_slice: as for `wait`, but called in the watching thread.
         """
-        interrupt = self.interrupt
-        if interrupt is None or interrupt.expect is None or device.type != "cuda":
+        watch = self.interrupt.device_watch if self.interrupt is not None else None
+        if self.interrupt is None or watch is None or device.type != "cuda":
             return
         if self.backend(device) in ("gloo", "python") or torch.cuda.is_current_stream_capturing():
             return
-        interrupt.expect(
-            label,
+        watch.expect(
+            Waiting(label, since, self.interrupt.activity.last_started(), is_side=True),
             process_group=self.process_group,
             device=device,
-            since=since,
-            entry=interrupt.activity.last_started(),
             on_slice=on_slice,
         )
 
@@ -464,7 +424,12 @@ class Group:
         with noted, span(f"wait {label}"):
             yield
 
-    def _in_slices(self, ends_in_slice: Callable[[], bool], on_slice: OnSlice) -> None:
+    def in_slices(self, ends_in_slice: Callable[[], bool], on_slice: OnSlice = None) -> None:
+        """Call `ends_in_slice`, which waits for at most `SLICE_S`, until it returns True.
+
+        Every wait of the package ends up here: it raises a failure of the interrupt, checks the deadline, and
+        calls `on_slice` as described for `wait`.
+        """
         start = time.monotonic()
         while not ends_in_slice():
             self._look(time.monotonic() - start, on_slice)
@@ -485,4 +450,4 @@ class Group:
                 time.sleep(_POLL_S)
             return True
 
-        self._in_slices(ends_in_slice, on_slice)
+        self.in_slices(ends_in_slice, on_slice)

@@ -1,8 +1,8 @@
-"""Collectives on Python objects, and on containers of tensors whose tensors are sent as tensors.
+"""Collectives of Python objects, whose tensors are sent as tensors by `broadcast_nested`.
 
 All ranks of the group must call these functions in the same order. Objects must be picklable; they are
 unpickled by the receivers, so the ranks have to trust each other. `device` is that of the tensors of the
-exchange, as the backend needs it; for the other arguments see `all_reduce`.
+exchange, as the backend needs it; for `timeout`, `label` and errors see `all_reduce`.
 """
 
 from __future__ import annotations
@@ -15,78 +15,15 @@ from typing import Any
 
 import torch
 
-from lightning_ddp.comm.gather_scatter import CHUNK_BYTES, chunks, numbers, start_gather, unpack
+from lightning_ddp.comm.call import Call, check_rank
+from lightning_ddp.comm.collectives import CHUNK_BYTES, chunks, gathered_by, numbers, unpack
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.handle import Call, Handle, check_rank
 
 _PACKET_BYTES = 4096
 _GATHERED_PACKET_BYTES = 1024
 """Size of the first packet of each rank, which all ranks gather."""
 _HEADER_BYTES = 8
 _INLINE_BYTES = 1024
-
-
-def broadcast_object(
-    group: Group,
-    obj: Any,
-    src: int,
-    device: torch.device,
-    *,
-    timeout: timedelta | float | None = None,
-    label: str = "broadcast_object",
-) -> Any:
-    """Return the object that group rank `src` passed.
-
-    Pickled; one collective up to 4 KiB, two above. The objects of other ranks are ignored.
-
-    Collective: all ranks must call it.
-    """
-    call = Call(group=group, device=device, label=label, timeout=timeout)
-    check_rank(group, src, "broadcast from")
-    payload = pickle.dumps(obj) if group.rank == src else b""
-    received = _broadcast_payload(call, payload, src)
-    return obj if group.rank == src else pickle.loads(received)
-
-
-def _broadcast_payload(call: Call, payload: bytes, src: int) -> bytes:
-    is_root = call.group.rank == src
-    inline = _PACKET_BYTES - _HEADER_BYTES
-    packet = _broadcast_bytes(call, _packet(payload, inline), src)
-    length = _length_in(packet)
-    if length > inline:
-        packet += _broadcast_bytes(call, payload[inline:] if is_root else bytes(length - inline), src)
-    return packet[_HEADER_BYTES : _HEADER_BYTES + length]
-
-
-def _packet(payload: bytes, inline: int) -> bytes:
-    """Return the length of the payload followed by its first `inline` bytes."""
-    return len(payload).to_bytes(_HEADER_BYTES, "little") + payload[:inline].ljust(inline, b"\0")
-
-
-def _length_in(packet: bytes) -> int:
-    return int.from_bytes(packet[:_HEADER_BYTES], "little")
-
-
-def _broadcast_bytes(call: Call, data: bytes, src: int) -> bytes:
-    tensor = to_tensor(data, call.device)
-    _broadcast(call, tensor, src).wait()
-    return to_bytes(call.group, tensor)
-
-
-def _broadcast(call: Call, tensor: torch.Tensor, src: int) -> Handle[None]:
-    return call.handle(call.start(lambda: call.group.broadcast(tensor, src, **call.limit)), lambda: None)
-
-
-def to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
-    """Convert bytes to a uint8 tensor on a device; at least one element."""
-    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(device)
-
-
-def to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a uint8 tensor, once they have arrived."""
-    group.wait_device(tensor.device)
-    data: bytes = tensor.cpu().numpy().tobytes()
-    return data
 
 
 def all_gather_objects(
@@ -118,15 +55,6 @@ def all_gather_objects(
     ]
 
 
-def _gather_bytes(call: Call, data: bytes) -> list[bytes]:
-    """Gather the bytes of all ranks, equally many per rank, in rank order."""
-    gathered = start_gather(call, to_tensor(data, call.device)).wait()
-    return [to_bytes(call.group, row) for row in gathered.unbind(0)]
-
-
-# ---------------------------------------------------------------------- containers of tensors
-
-
 def broadcast_nested(
     group: Group,
     value: Any,
@@ -145,7 +73,7 @@ def broadcast_nested(
     `device`. Different tensors that share memory do not share it on other ranks. Small CPU tensors and
     special tensors (parameters and other subclasses, sparse, quantized) are pickled with the rest.
 
-    One or two collectives for the structure, then one for each chunk of tensors of one dtype.
+    One collective for the pickle up to 4 KiB, two above; then one for each chunk of tensors of one dtype.
 
     Collective: all ranks must call it.
 
@@ -179,18 +107,6 @@ def broadcast_nested(
     return result
 
 
-def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, chunk_bytes: int) -> None:
-    """Broadcast contiguous tensors on the call's device; start all chunks before the first wait."""
-    under_way = []
-    for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
-        flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
-        under_way.append((_broadcast(call, flat, src), flat, chunk))
-    for handle, flat, chunk in under_way:
-        handle.wait()
-        if len(chunk) > 1 and call.group.rank != src:
-            unpack(flat, chunk)
-
-
 class _TakingApart(pickle.Pickler):
     """Pickler that takes out the tensors worth a collective, and stores their numbers instead."""
 
@@ -222,3 +138,62 @@ class _Assembler(pickle.Unpickler):
         """Return the tensor with this number."""
         tensor: torch.Tensor = self._tensors[number]
         return tensor
+
+
+# ---------------------------------------------------------------------- bytes and tensors
+
+
+def _packet(payload: bytes, inline: int) -> bytes:
+    """Return the length of the payload followed by its first `inline` bytes."""
+    return len(payload).to_bytes(_HEADER_BYTES, "little") + payload[:inline].ljust(inline, b"\0")
+
+
+def _length_in(packet: bytes) -> int:
+    return int.from_bytes(packet[:_HEADER_BYTES], "little")
+
+
+def _broadcast_payload(call: Call, payload: bytes, src: int) -> bytes:
+    inline = _PACKET_BYTES - _HEADER_BYTES
+    packet = _broadcast_bytes(call, _packet(payload, inline), src)
+    length = _length_in(packet)
+    if length > inline:
+        packet += _broadcast_bytes(call, payload[inline:].ljust(length - inline, b"\0"), src)
+    return packet[_HEADER_BYTES : _HEADER_BYTES + length]
+
+
+def _broadcast_bytes(call: Call, data: bytes, src: int) -> bytes:
+    tensor = _to_tensor(data, call.device)
+    call.wait(_start_broadcast(call, tensor, src))
+    return _to_bytes(call.group, tensor)
+
+
+def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, chunk_bytes: int) -> None:
+    """Broadcast contiguous tensors on the call's device; start all chunks before the first wait."""
+    under_way = []
+    for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
+        flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
+        under_way.append((_start_broadcast(call, flat, src), flat, chunk))
+    for work, flat, chunk in under_way:
+        call.wait(work)
+        if len(chunk) > 1 and call.group.rank != src:
+            unpack(flat, chunk)
+
+
+def _start_broadcast(call: Call, tensor: torch.Tensor, src: int) -> Any:
+    return call.start(lambda: call.group.broadcast(tensor, src, label=call.label))
+
+
+def _gather_bytes(call: Call, data: bytes) -> list[bytes]:
+    """Gather the bytes of all ranks, equally many per rank, in rank order."""
+    gathered = gathered_by(call, _to_tensor(data, call.device))
+    return [_to_bytes(call.group, row) for row in gathered.unbind(0)]
+
+
+def _to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
+    group.wait_device(tensor.device)
+    data: bytes = tensor.cpu().numpy().tobytes()
+    return data

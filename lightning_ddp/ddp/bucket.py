@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,9 @@ import torch
 from lightning_ddp._torch import foreach_copy_, foreach_mul_
 from lightning_ddp.errors import BackwardOrderError
 
-_MOST_BYTES_IN_PLACE = 256 * 1024
-"""Largest gradient that autograd adds in place: above, one copy costs less than zeros and an addition."""
+_EARLY_COPY_BYTES = 256 * 1024
+"""Size from which a gradient is copied into the bucket when it arrives, while it is in the cache. Smaller
+gradients are copied together when the last has arrived, or are added in place by autograd."""
 _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 # Called once per gradient, so the variant with the least overhead: torch.cuda.current_stream does more.
@@ -43,9 +45,8 @@ class BucketSpec:
 class GradientStreams:
     """The CUDA streams on which one backward writes gradients of one device into one flat buffer.
 
-    Autograd runs the hook of a gradient on the stream of the forward that used the parameter. After a forward
-    on several streams, a reader of the whole buffer has to wait for each of them; with one stream there is
-    nothing to wait for.
+    Autograd runs the hook of a gradient on the stream of the forward that used the parameter. A reader of the
+    whole buffer has to wait for each of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,10 +71,7 @@ class GradientStreams:
         self._noted[current.stream_id] = current
 
     def keep(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Keep the memory of `gradients` allocated until the current stream has used it.
-
-        Otherwise the caching allocator could reuse memory of another stream as soon as a gradient is dropped.
-        """
+        """Keep the memory of `gradients`, maybe of another stream, until the current stream has used it."""
         current = _current_stream(self._index)
         if any(number != current.stream_id for number in self._noted):
             for gradient in gradients:
@@ -83,20 +81,21 @@ class GradientStreams:
 class Bucket:
     """The flat buffer of a bucket and the state of its reduction in this step.
 
-    Offers the methods of torch's `GradBucket`, so that torch's communication hooks and those of users run
-    on it unchanged.
+    Gradients are copied to the buffer, and the means back to them, also if they are of another dtype. Offers
+    the methods of torch's `GradBucket`, so that torch's communication hooks and those of users run on it
+    unchanged.
 
     Args:
         index: position in launch order.
         spec: its part of the plan.
         flat: the memory of its gradients: 1-D, contiguous, `spec.numel` elements of `spec.dtype`.
-        parameters: its parameters, in the order of `spec.indices`.
-        names: their qualified names.
+        parameters: its parameters, in the order of `spec.indices`; `names` are their qualified names.
         is_last: True for the bucket that is launched last.
-        is_view: True to make `.grad` a view of the flat buffer; ignored where their dtypes differ.
-        early_copy_bytes: gradients of at least this size are copied when they arrive, smaller ones together.
-        late_only: positions that must not be copied early, as they get several gradients in one backward.
+        late_only: positions that get several gradients in one backward.
     """
+
+    contributes = True
+    """False for a bucket of zeros, which a rank without input contributes."""
 
     def __init__(
         self,
@@ -107,8 +106,6 @@ class Bucket:
         names: Sequence[str],
         *,
         is_last: bool,
-        is_view: bool = True,
-        early_copy_bytes: int = 0,
         late_only: frozenset[int] = frozenset(),
     ) -> None:
         self.spec = spec
@@ -117,32 +114,20 @@ class Bucket:
         self.size = len(self.params)
         self.flat = flat
         self.views = [flat] if spec.is_sparse else _views(flat, self.params)
-        self.early = frozenset(
-            i
-            for i, p in enumerate(self.params)
-            if p.numel() * p.element_size() >= early_copy_bytes and i not in late_only
-        )
+        is_large = [p.numel() * p.element_size() >= _EARLY_COPY_BYTES for p in self.params]
+        self.early = frozenset(i for i in range(self.size) if is_large[i] and i not in late_only)
         self._late = [i for i in range(self.size) if i not in self.early]
         self._late_params = [self.params[i] for i in self._late]
         self._late_views = [self.views[i] for i in self._late]
         self._late_runs = _runs(self.flat, self.params, self.early)
+        self._has_late_only = bool(late_only)
         self._is_cast = any(p.dtype != spec.dtype for p in self.params)
-        self._is_view = is_view and not self._is_cast
-        self._may_open = (
-            self._is_view
-            and spec.device.type == "cpu"
-            and not late_only
-            and all(v.nbytes < _MOST_BYTES_IN_PLACE for v in self._late_views)
-        )
         self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
         """Streams on which gradients arrived in this backward; None for a device without streams."""
         self._index = index
         self._is_last = is_last
-        self.contributes = True
-        """False for a bucket of zeros, which a rank without input contributes."""
         self.absent: set[int] = set()
         """Positions of the parameters without a gradient in this backward."""
-        self._saved: dict[int, torch.Tensor] = {}
         self.arm(0, [])
         self.armed = False
 
@@ -190,17 +175,96 @@ class Bucket:
         """Reset the bucket to expect `num_expected` gradients, whose indices are added to `ready`."""
         self.armed = True
         self.ready = ready
-        self.num_pending = num_expected
+        self.num_expected = self.num_pending = num_expected
         self.all_but_one = num_expected - 1
         self.is_full = False
         self.is_skipped = False
-        self._is_open = False
         self.absent.clear()
-        self._saved.clear()
         if self.streams is not None:
             self.streams.clear()
         self.work: Any = None
         self._buffer = self.flat
+
+    def open(self) -> None:
+        """Let autograd add gradients into the buffer, where that saves their copy."""
+
+    def withdraw(self, ready: Collection[int]) -> None:
+        """Undo `open` after a failed backward, in which the gradients of `ready` have arrived."""
+
+    def copy_early(self, position: int, scale: float | None) -> None:
+        """Copy one large gradient into the buffer, scaled unless `scale` is None; TypeError if missing."""
+        _copy_scaled(cast(torch.Tensor, self.params[position].grad), self.views[position], scale)
+
+    def copy_late(self, scale: float | None) -> None:
+        """Copy the small gradients into the buffer, scaled unless `scale` is None; TypeError if missing."""
+        params, views = self._present()
+        if params:
+            foreach_copy_(views, cast(list[torch.Tensor], [p.grad for p in params]))
+        if scale is not None and self._late_runs:
+            foreach_mul_(self._late_runs, scale)
+
+    def fill_absent(self, position: int, scale: float | None) -> None:
+        """Copy the contribution of a parameter without a new gradient: its accumulated one, or zeros.
+
+        Its `.grad` is unchanged until `take_absent`.
+        """
+        self.absent.add(position)
+        grad, view = self.params[position].grad, self.views[position]
+        if grad is None:
+            view.zero_()
+        elif grad is not view:
+            view.copy_(grad)
+        if scale is not None and position in self.early:
+            view.mul_(scale)
+
+    def take_absent(self, position: int, is_used: bool) -> None:
+        """Set `.grad` of an absent parameter to the mean if some rank used it; else keep it."""
+        if is_used:
+            self._give(position)
+
+    def _give(self, position: int) -> None:
+        param, view = self.params[position], self.views[position]
+        if param.grad is None or self._is_cast:
+            param.grad = view.to(param.dtype, copy=True)
+        else:
+            param.grad.copy_(view)
+
+    def copy_out(self) -> None:
+        """Write the means to `.grad`."""
+        present = [i for i in range(self.size) if i not in self.absent]
+        if self._is_cast:
+            for position in present:
+                self._give(position)
+        elif present:
+            grads = [cast(torch.Tensor, self.params[i].grad) for i in present]
+            foreach_copy_(grads, [self.views[i] for i in present])
+            self._keep(grads)
+
+    def _present(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+        """Return the parameters with small gradients that arrived, and their views."""
+        if not self.absent:
+            return self._late_params, self._late_views
+        present = [i for i in self._late if i not in self.absent]
+        return [self.params[i] for i in present], [self.views[i] for i in present]
+
+    def _keep(self, gradients: Any) -> None:
+        if self.streams is not None:
+            self.streams.keep(gradients)
+
+
+class ViewBucket(Bucket):
+    """A bucket whose views become the gradients of its parameters."""
+
+    _is_open = False
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._saved: dict[int, torch.Tensor] = {}
+        super().__init__(*arguments, **keywords)
+
+    def arm(self, num_expected: int, ready: list[int]) -> None:
+        super().arm(num_expected, ready)
+        self._is_open = False
+        self._saved.clear()
 
     def open(self) -> None:
         """Let autograd add the small gradients into the buffer, which saves their copy.
@@ -208,7 +272,7 @@ class Bucket:
         `.grad` of their parameters becomes a view that holds zeros, if none of them has a gradient yet. Only
         on the CPU: on other devices one copy of many gradients costs less than one addition per gradient.
         """
-        if not self._may_open or self.absent or self.is_full:
+        if self.spec.device.type != "cpu" or self._has_late_only or self.absent or self.is_full:
             return
         for param in self._late_params:
             if param.grad is not None:
@@ -220,7 +284,6 @@ class Bucket:
         self._is_open = True
 
     def withdraw(self, ready: Collection[int]) -> None:
-        """Undo `open` after a failed backward: reset `.grad` of parameters not in `ready` to None."""
         for position in self._late:
             if self.spec.indices[position] not in ready and self._is_untouched(position):
                 self.params[position].grad = None
@@ -231,36 +294,18 @@ class Bucket:
         return self._is_open and position not in self.early and is_view
 
     def copy_early(self, position: int, scale: float | None) -> None:
-        """Copy one large gradient into the buffer, scaled unless `scale` is None.
-
-        Raises:
-            TypeError: there is no gradient.
-        """
         param, view = self.params[position], self.views[position]
         grad = cast(torch.Tensor, param.grad)
         if grad is view:
             if scale is not None:
                 view.mul_(scale)
             return
-        if scale is None:
-            view.copy_(grad)
-        else:
-            torch.mul(grad, scale, out=view)
-        if self._is_view:
-            if self.streams is not None:
-                self.streams.keep([grad])
-            param.grad = view
+        _copy_scaled(grad, view, scale)
+        self._keep([grad])
+        param.grad = view
 
     def copy_late(self, scale: float | None) -> None:
-        """Copy the small gradients into the buffer together, scaled unless `scale` is None.
-
-        Raises:
-            TypeError: a gradient is missing.
-        """
-        params, views = self._late_params, self._late_views
-        if self.absent:
-            present = [i for i in self._late if i not in self.absent]
-            params, views = [self.params[i] for i in present], [self.views[i] for i in present]
+        params, views = self._present()
         grads = [p.grad for p in params]
         if all(map(operator.is_, grads, views)):
             grads = []
@@ -270,63 +315,36 @@ class Bucket:
             grads = [grads[i] for i in moved]
         if grads:
             foreach_copy_(views, cast(list[torch.Tensor], grads))
-            if self._is_view:
-                if self.streams is not None:
-                    self.streams.keep(cast(list[torch.Tensor], grads))
-                for param, view in zip(params, views, strict=True):
-                    param.grad = view
+            self._keep(grads)
+            for param, view in zip(params, views, strict=True):
+                param.grad = view
         if scale is not None and self._late_runs:
             foreach_mul_(self._late_runs, scale)
 
     def fill_absent(self, position: int, scale: float | None) -> None:
-        """Copy the contribution of a parameter without a new gradient: its accumulated one, or zeros.
-
-        Its `.grad` is unchanged until `take_absent`.
-        """
-        self.absent.add(position)
+        param, view = self.params[position], self.views[position]
         if self._is_untouched(position):
-            self.params[position].grad = None
-        grad, view = self.params[position].grad, self.views[position]
-        if grad is None:
-            view.zero_()
-        elif grad is view:
+            param.grad = None
+        elif param.grad is view:
             self._saved[position] = view.clone()
-        else:
-            view.copy_(grad)
-        if scale is not None and position in self.early:
-            view.mul_(scale)
+        super().fill_absent(position, scale)
 
     def take_absent(self, position: int, is_used: bool) -> None:
-        """Set `.grad` of an absent parameter to the mean if some rank used it; else keep it."""
         saved = self._saved.pop(position, None)
         if is_used:
-            self._give(position)
+            self.params[position].grad = self.views[position]
         elif saved is not None:
             self.views[position].copy_(saved)
 
-    def _give(self, position: int) -> None:
-        param, view = self.params[position], self.views[position]
-        if self._is_view:
-            param.grad = view
-        elif param.grad is None or self._is_cast:
-            param.grad = view.to(param.dtype, copy=True)
-        else:
-            param.grad.copy_(view)
-
     def copy_out(self) -> None:
-        """Write the means to `.grad` where gradients are not views of the buffer."""
-        if self._is_view:
-            return
-        present = [i for i in range(self.size) if i not in self.absent]
-        if self._is_cast:
-            for position in present:
-                self._give(position)
-            return
-        grads = [cast(torch.Tensor, self.params[i].grad) for i in present]
-        if grads:
-            foreach_copy_(grads, [self.views[i] for i in present])
-        if self.streams is not None:
-            self.streams.keep(grads)
+        """Do nothing: the means are in `.grad`."""
+
+
+def _copy_scaled(gradient: torch.Tensor, view: torch.Tensor, scale: float | None) -> None:
+    if scale is None:
+        view.copy_(gradient)
+    else:
+        torch.mul(gradient, scale, out=view)
 
 
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
@@ -337,20 +355,17 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
 class SparseBucket(Bucket):
     """A bucket for one parameter with sparse gradients, for backends that reduce these, such as gloo.
 
-    `buffer()` is the sparse gradient itself, of the parameter's shape, a new tensor in each step. The size of
-    the messages grows with the number of rows used on all ranks together.
+    `buffer()` is the sparse gradient itself, of the parameter's shape, a new tensor in each step.
     """
 
-    def __init__(self, *arguments: Any, is_last: bool) -> None:
-        super().__init__(*arguments, is_last=is_last)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.early = frozenset()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the sparse gradient, as a list with one tensor."""
         return [self._buffer]
 
     def take(self, value: torch.Tensor) -> None:
-        """Store the reduced gradient `value`."""
         self.flat = value.detach()
 
     def zeros(self) -> Bucket:
@@ -361,23 +376,19 @@ class SparseBucket(Bucket):
         return bucket
 
     def copy_late(self, scale: float | None) -> None:
-        """Copy the gradient, scaled unless `scale` is None."""
         if not self.absent:
             self._fill(self.params[0].grad, scale)
 
     def fill_absent(self, position: int, scale: float | None) -> None:
-        """Contribute the accumulated gradient of the parameter, or no row."""
         self.absent.add(position)
         param = self.params[position]
         self._fill(_empty_like(param) if param.grad is None else param.grad, scale)
 
     def take_absent(self, position: int, is_used: bool) -> None:
-        """Set `.grad` of the absent parameter to the mean if some rank used it."""
         if is_used:
             self.params[position].grad = self.flat
 
     def copy_out(self) -> None:
-        """Set `.grad` to the mean."""
         if not self.absent:
             self.params[0].grad = self.flat
 
@@ -390,8 +401,7 @@ class SparseBucket(Bucket):
                 " the parameter in that embedding only, or make it with sparse=False."
             )
         self.flat = grad.clone() if scale is None else grad * scale
-        if self.streams is not None:
-            self.streams.keep([grad])
+        self._keep([grad])
         self.set_buffer(self.flat)
 
 
@@ -408,14 +418,7 @@ def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill one block of memory, in any order of the dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -436,14 +439,7 @@ def _runs(
     flat: torch.Tensor, parameters: Sequence[torch.Tensor], early: frozenset[int]
 ) -> list[torch.Tensor]:
     """Return the contiguous slices of `flat` between the parameters that are copied early."""
-    runs = []
-    start = offset = 0
-    for i, p in enumerate(parameters):
-        if i in early:
-            if offset > start:
-                runs.append(flat[start:offset])
-            start = offset + p.numel()
-        offset += p.numel()
-    if offset > start:
-        runs.append(flat[start:offset])
-    return runs
+    offsets = [0, *accumulate(p.numel() for p in parameters)]
+    groups = [list(g) for is_early, g in groupby(range(len(parameters)), early.__contains__) if not is_early]
+    slices = [flat[offsets[group[0]] : offsets[group[-1] + 1]] for group in groups]
+    return [each for each in slices if each.numel()]

@@ -5,11 +5,9 @@ A snapshot also holds the states of metrics: all that a forward changes besides 
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, Literal
@@ -23,13 +21,14 @@ from lightning_ddp._torch import (
     foreach_copy_,
     preserve_version_counters,
 )
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
 Moment = Literal["before_forward", "after_forward"]
+Broadcast = bool | Literal["auto"]
+"""True to broadcast buffers in forwards, 'auto' only in those that read them, where that is known."""
 
-_SMALL_BYTES = 2**16
 _BATCH_NORMS = (
     torch.nn.BatchNorm1d,
     torch.nn.BatchNorm2d,
@@ -51,46 +50,17 @@ def check_broadcast_buffers(value: object) -> None:
         raise ConfigurationError(f"broadcast_buffers={value!r}: expected 'auto', True or False")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferSettings:
-    """Settings that say when buffers are broadcast from rank 0."""
-
-    at_construction: bool = True
-    """True to broadcast buffers when the module is wrapped."""
-    in_forward: bool = True
-    """True to broadcast buffers in forwards."""
-    when_read: bool = True
-    """True to broadcast only in forwards that read buffers, where that is known."""
-
-    @classmethod
-    def of(cls, broadcast_buffers: Any, forward_sync_buffers: bool | None) -> BufferSettings:
-        """Return the settings for torch's arguments of these names."""
-        check_broadcast_buffers(broadcast_buffers)
-        if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
-            warnings.warn(
-                f"broadcast_buffers={broadcast_buffers} is ignored, because forward_sync_buffers is given"
-                " too",
-                FutureWarning,
-                stacklevel=4,
-            )
-        chosen = forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers
-        return cls(
-            at_construction=forward_sync_buffers is not None or broadcast_buffers is not False,
-            in_forward=chosen is not False,
-            when_read=chosen in (None, "auto"),
+def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None) -> Broadcast:
+    """Return when forwards broadcast buffers, from torch's arguments of these names."""
+    check_broadcast_buffers(broadcast_buffers)
+    if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
+        warnings.warn(
+            f"broadcast_buffers={broadcast_buffers} is ignored, because forward_sync_buffers is given too",
+            FutureWarning,
+            stacklevel=3,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferHook:
-    """A user's hook that replaces the broadcast of buffers from rank 0."""
-
-    hook: Callable[[Any, dict[str, torch.Tensor]], Any]
-    """`hook(state, buffers by qualified name)`; returns None, or futures that the end of backward awaits."""
-    state: Any
-    """First argument of the hook."""
-    location: Moment
-    """Moment of the call, in each forward that follows a synchronized forward."""
+    chosen = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+    return "auto" if chosen is None else chosen
 
 
 class _BytePack:
@@ -112,32 +82,32 @@ class _BytePack:
 
 
 class Buffers:
-    """The buffers of a wrapped module, with the decision when forwards broadcast them.
+    """The buffers of a wrapped module but for the `ignored`, with the decision when forwards broadcast them.
 
-    A BatchNorm layer in training mode normalizes with its batch alone; it updates its running statistics
-    but does not read them, and those of rank 0 depend on rank 0's own history only. So while all buffers of
-    a module are such statistics and all their layers train, a broadcast before each forward changes no
-    result. A broadcast is due before a forward in which a layer evaluates, if that forward follows a
-    synchronized forward, as in torch, or if the layer has trained since the last broadcast. A module with
-    any other buffer, or with a subclass of BatchNorm, which may read its statistics, broadcasts before every
-    forward that follows a synchronized forward.
-
-    Args:
-        group: the ranks.
-        module: the wrapped module.
-        ignored: qualified names of buffers that are left alone.
-        settings: when to broadcast.
+    A BatchNorm layer in training mode updates its running statistics but does not read them, and those of
+    rank 0 depend on rank 0's own history only. So if all buffers of a module are such statistics, a broadcast
+    is due only before a forward in which a layer evaluates, if that forward follows a synchronized forward,
+    as in torch, or if the layer has trained since the last broadcast. A module with any other buffer, or with
+    a subclass of BatchNorm, which may read its statistics, broadcasts before every forward that follows a
+    synchronized forward.
     """
 
     def __init__(
-        self, group: Group, module: torch.nn.Module, ignored: frozenset[str], settings: BufferSettings
+        self,
+        group: Group,
+        module: torch.nn.Module,
+        ignored: frozenset[str] = frozenset(),
+        broadcast: Broadcast = "auto",
     ) -> None:
         self._group = group
         self._module = module
         self._ignored = ignored
-        self.hook: BufferHook | None = None
-        self._settings = settings
-        layers = _batch_norms(module, ignored) if settings.when_read else None
+        self.hook: Callable[[dict[str, torch.Tensor]], Any] | None = None
+        """User's hook that replaces the broadcast; returns None, or futures that end of backward awaits."""
+        self.location: Moment = "before_forward"
+        """Moment of the broadcast or of the hook, in each forward that follows a synchronized forward."""
+        self._is_on = broadcast is not False
+        layers = _batch_norms(module, ignored) if broadcast == "auto" else None
         self._have_trained = None if layers is None else dict.fromkeys(layers, True)  # since the last copy
         self._find()
 
@@ -164,10 +134,7 @@ class Buffers:
         return {name: tensor for name, (_, _, tensor, _) in self._places.items()}
 
     def copy(self, src: int = 0) -> None:
-        """Overwrite the buffers with those of rank `src`, as bytes in one broadcast.
-
-        Not an in-place change for autograd, as in torch's DDP: two forward passes before one backward stay
-        possible.
+        """Overwrite the buffers with those of rank `src`, as bytes in one broadcast, unseen by autograd.
 
         Collective: all ranks must call it.
         """
@@ -179,17 +146,14 @@ class Buffers:
                 broadcast_coalesced(self._group, self._others, src)
 
     def are_due(self, where: Moment, *, follows_sync: bool, is_joining: bool) -> bool:
-        """Return True if the buffers must be synchronized at this moment of a forward.
-
-        The result is the same on all ranks.
+        """Return True if the buffers must be synchronized at this moment of a forward; the same on all ranks.
 
         Args:
             where: the moment.
             follows_sync: True if the last forward was synchronized.
             is_joining: True if ranks may be out of input, so that all steps must communicate alike.
         """
-        location = "before_forward" if self.hook is None else self.hook.location
-        if not (self._settings.in_forward and self._places) or where != location:
+        if not (self._is_on and self._places) or where != self.location:
             return False
         if self.hook is None and not is_joining and self._have_trained is not None:
             reading = [has for layer, has in self._have_trained.items() if not layer.training]
@@ -197,14 +161,11 @@ class Buffers:
         return follows_sync
 
     def sync(self, src: int = 0) -> list[Any]:
-        """Broadcast the buffers of rank `src`, or run the hook.
+        """Broadcast the buffers of rank `src`, or run the hook; return futures for the end of backward.
 
         Collective: all ranks must call it.
-
-        Returns:
-            Futures that the end of backward has to wait for.
         """
-        if not (self._settings.in_forward and self._places):
+        if not (self._is_on and self._places):
             return []
         if self._have_trained is not None:
             self._have_trained = dict.fromkeys(self._have_trained, False)
@@ -212,7 +173,7 @@ class Buffers:
             self.copy(src)
             return []
         with torch.no_grad():
-            return list(self.hook.hook(self.hook.state, self.named()) or [])
+            return list(self.hook(self.named()) or [])
 
     def note_forward(self) -> None:
         """Record after a forward that layers in training mode have changed their statistics."""
@@ -251,78 +212,37 @@ class ModuleSnapshot:
             for metric in modules
             if hasattr(type(metric), "metric_state") and hasattr(metric, UPDATE_COUNT)
         ]
-        self._present: list[torch.Tensor | None] = []
         self._find_buffers([])
         self.retake()
 
     def retake(self) -> None:
-        """Copy the present values, for the submodules and metrics found at construction.
-
-        Small buffers on the CPU are copied together, as bytes: 120 of them in 20 us, where a multi-tensor
-        copy takes 45 us.
-        """
+        """Copy the present values, for the submodules and metrics found at construction."""
         present = list(chain.from_iterable(map(dict.values, self._owners)))
-        is_same = (
-            len(present) == len(self._present)
-            and all(map(is_, present, self._present))
-            and list(map(torch.Tensor.data_ptr, self._small)) == self._places
-            and list(map(torch.Tensor.numel, self._small)) == self._sizes
-        )
-        if is_same and self._large:
-            try:
-                with torch.no_grad():
-                    foreach_copy_(self._values, self._large)
-            except RuntimeError:  # a buffer has changed its size
-                is_same = False
-        if not is_same:
+        is_same = len(present) == len(self._present) and all(map(is_, present, self._present))
+        if not is_same or self._shapes != [tensor.shape for tensor in self._tensors]:
             self._find_buffers(present)
-        self._bytes = b"".join(self._memory)
+        elif self._tensors:
+            with torch.no_grad():
+                foreach_copy_(self._values, self._tensors)
         self._metrics = [(m, copy_states(m), getattr(m, UPDATE_COUNT)) for m in self._found]
 
     def _find_buffers(self, present: list[torch.Tensor | None]) -> None:
         self._present = present
         self._buffers = [(owner, key, tensor) for owner in self._owners for key, tensor in owner.items()]
-        tensors = [tensor for tensor in present if tensor is not None]
-        self._small = [tensor for tensor in tensors if _is_small(tensor)]
-        self._places = [tensor.data_ptr() for tensor in self._small]
-        self._sizes = [tensor.numel() for tensor in self._small]
-        self._memory = [
-            (ctypes.c_char * tensor.nbytes).from_address(place)
-            for tensor, place in zip(self._small, self._places, strict=True)
-        ]
-        self._shapes = [tensor.shape for tensor in self._small]
-        self._large = [tensor for tensor in tensors if not _is_small(tensor)]
-        self._values = [tensor.detach().clone() for tensor in self._large]
+        self._tensors = [tensor for tensor in present if tensor is not None]
+        self._shapes = [tensor.shape for tensor in self._tensors]
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
 
     def restore(self) -> None:
         """Restore buffers and metrics, in place and unseen by autograd."""
-        start = 0
-        with unseen_by_autograd([*self._small, *self._large]):
-            for tensor, memory, shape in zip(self._small, self._memory, self._shapes, strict=True):
-                end = start + len(memory)
-                piece = torch.frombuffer(bytearray(self._bytes[start:end]), dtype=torch.uint8)
-                tensor.detach().copy_(piece.view(tensor.dtype).view(shape))
-                start = end
-            for tensor, value in zip(self._large, self._values, strict=True):
+        with unseen_by_autograd(self._tensors):
+            for tensor, value in zip(self._tensors, self._values, strict=True):
                 tensor.detach().copy_(value)
         for owner, key, present in self._buffers:
             owner[key] = present
         for metric, states, count in self._metrics:
             put_states(metric, states)
             setattr(metric, UPDATE_COUNT, count)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is a small contiguous block of bytes on the CPU."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_complex()  # may be a lazy conjugate, which its bytes do not show
-        and not tensor.is_quantized
-        and 0 < tensor.nbytes <= _SMALL_BYTES
-    )
 
 
 def copy_states(metric: Any) -> dict[str, Any]:

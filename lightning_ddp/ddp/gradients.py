@@ -1,7 +1,6 @@
 """Expected, arrived and absent gradients of a backward, and those that only other ranks have.
 
-`requires_grad`, the graph of the outputs or the first backward determines which parameters get a gradient. A
-bitmap, summed over the ranks at the end of backward, shows which parameters other ranks have used. With a
+A bitmap, summed over the ranks at the end of backward, shows which parameters other ranks have used. With a
 static graph it is summed once.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from lightning_ddp.ddp.bucket import Bucket
 from lightning_ddp.ddp.gradient_errors import BackwardFailures
 from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
-from lightning_ddp.errors import BackwardOrderError, MissingGradientError
+from lightning_ddp.errors import BackwardOrderError
+
+_UNKNOWN = 2**62
+"""Number of gradients that no bucket gets: it is full when the backward is over."""
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
@@ -33,11 +36,8 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
         yield obj
     elif _is_local_rref(obj):
         yield from find_tensors(obj.local_value())
-    elif isinstance(obj, (list, tuple)):
-        for item in obj:
-            yield from find_tensors(item)
-    elif isinstance(obj, dict):
-        for item in obj.values():
+    elif isinstance(obj, (list, tuple, dict)):
+        for item in obj.values() if isinstance(obj, dict) else obj:
             yield from find_tensors(item)
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         for field in dataclasses.fields(obj):
@@ -70,6 +70,18 @@ def _is_local_rref(obj: Any) -> bool:
     return rref is not None and isinstance(obj, rref) and bool(obj.is_owner())
 
 
+class Expected(Enum):
+    """Gradient that a backward is expected to give a parameter."""
+
+    YES = auto()
+    NOWHERE = auto()
+    """On no rank: `requires_grad` is off, or another tensor is in its place."""
+    UNREACHED = auto()
+    """Not on this rank: the graph of the outputs does not lead to it."""
+    NEVER = auto()
+    """Not on this rank: the first step of a static graph did not use it."""
+
+
 class Gradients:
     """The expected gradients of a reducer's backward, compared with those that arrive."""
 
@@ -96,10 +108,10 @@ class Gradients:
         self.is_learning = options.static_graph
         """True until the first backward of a static graph has ended."""
         self.counts = [1] * len(self._params)
-        """Number of gradients that each parameter gets in one backward."""
-        self._declared: set[int] = set()  # parameters without a gradient on all ranks
-        self._unreached: set[int] = set()  # parameters that the graph of the outputs does not reach
-        self._never: set[int] = set()  # parameters that a static graph does not use
+        """Number of gradients that each parameter gets in one backward, if it gets any."""
+        self._usual = [Expected.YES] * len(self._params)
+        self.expected = self._usual
+        """For each parameter, what the next or running backward gives it."""
         self.unsynced: set[int] = set()
         """Parameters that got a gradient in a backward without synchronization."""
         self._settled: list[int] | None = None  # final sums of a static graph, once all ranks contributed
@@ -119,44 +131,62 @@ class Gradients:
     # ------------------------------------------------------------------ before and while they come
 
     def prepare(self, outputs: Sequence[torch.Tensor], absent: Iterable[int]) -> None:
-        """Find the unused parameters of the next backward, from `outputs`.
+        """Set what the next backward, from `outputs`, gives each parameter.
 
         Parameters in `absent` get no gradient on any rank.
         """
-        self._declared = {i for i, p in enumerate(self._params) if not p.requires_grad}.union(absent)
+        expected = self.expected = self._usual.copy()
+        switched_off = [i for i, p in enumerate(self._params) if not p.requires_grad]
+        for index in (*switched_off, *absent):
+            expected[index] = Expected.NOWHERE
         if self.may_lack:
             with torch.profiler.record_function("search_unused_parameters"):
                 reached = reached_parameters(outputs)
-            unreached = {i for i, p in enumerate(self._params) if id(p) not in reached}
-            self._unreached = unreached - self._declared
+            for index, parameter in enumerate(self._params):
+                if id(parameter) not in reached and expected[index] is Expected.YES:
+                    expected[index] = Expected.UNREACHED
 
-    def num_in(self, bucket: Bucket) -> int:
-        """Return the number of gradients that `bucket` gets in the next backward."""
-        if self._declared or self.is_static:
-            return sum(self.counts[i] for i in bucket.spec.indices if i not in self._declared)
-        return bucket.size
+    @property
+    def _are_all_expected(self) -> bool:
+        return self.expected.count(Expected.YES) == len(self.expected)
+
+    def arm(self, ready: list[int]) -> None:
+        """Reset the buckets to expect the gradients of the next backward, whose indices go to `ready`."""
+        is_usual = self._are_all_expected and not self.is_static
+        for bucket in self._layout.buckets:
+            bucket.arm(bucket.size if is_usual else self._num_in(bucket), ready)
+
+    def _num_in(self, bucket: Bucket) -> int:
+        if self.is_learning:
+            return _UNKNOWN
+        return sum(self.counts[i] for i in bucket.spec.indices if self.expected[i] is Expected.YES)
 
     def start(self) -> list[Bucket]:
         """Fill in the parameters known to get no gradient; return the buckets that are full by that."""
-        for index in self._declared | self._never:
-            self._fill_absent(index)
-        full = [bucket for bucket in self._layout.buckets if bucket.all_but_one < 0]
-        for bucket in full:  # without any expected gradient, no rank launches it
-            bucket.is_skipped = self._declared.issuperset(bucket.spec.indices)
-        return full + self._mark_absent(self._unreached)
+        if self._are_all_expected:
+            return []
+        for index, expected in enumerate(self.expected):
+            if expected is not Expected.YES:
+                self._fill_absent(index)
+        full = [bucket for bucket in self._layout.buckets if bucket.num_expected == 0]
+        for bucket in full:
+            bucket.is_skipped = self._is_unused(bucket)
+        return full
 
-    def _mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
-        """Count parameters without a gradient as ready, with zeros or accumulated values.
+    def _is_unused(self, bucket: Bucket) -> bool:
+        """Return True if no rank launches a bucket for which no gradient arrived."""
+        return (self._skips_unused and self.may_lack and len(bucket.absent) == bucket.size) or all(
+            self.expected[index] is Expected.NOWHERE for index in bucket.spec.indices
+        )
 
-        Returns:
-            The buckets that are full by that.
-        """
+    def mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
+        """Count parameters without a gradient as ready; return the buckets that are full by that."""
         full = []
         for index in indices:
             bucket = self._fill_absent(index)
-            bucket.num_pending -= max(self.counts[index], 1)
+            bucket.num_pending -= 1
             if not bucket.num_pending:
-                bucket.is_skipped = self._skips_unused and len(bucket.absent) == bucket.size
+                bucket.is_skipped = self._is_unused(bucket)
                 full.append(bucket)
         return full
 
@@ -170,11 +200,7 @@ class Gradients:
     def take_undefined(
         self, bucket: Bucket, positions: Iterable[int], error: TypeError, state: BackwardState
     ) -> None:
-        """Fill in zeros for parameters whose gradient autograd left undefined.
-
-        Raises:
-            BackwardOrderError: a gradient was freed, or came twice.
-        """
+        """Fill in zeros for gradients that autograd left undefined; raise if one was freed or came twice."""
         gone = [p for p in positions if bucket.params[p].grad is None and p not in bucket.absent]
         # With another hook on the parameter, that hook may have freed the gradient.
         others = [p for p in gone if len(gradient_hooks_of(bucket.params[p]) or ()) != 1]
@@ -187,62 +213,27 @@ class Gradients:
 
     def ready_twice(self, state: BackwardState) -> BackwardOrderError:
         """Return the error of a backward in which gradients arrived more often than expected."""
-        unexpected = self._unreached if self.may_lack else ()
         found = Counter(state.ready)
-        excess = [i for i, count in found.items() if count > self.counts[i] or i in unexpected]
+        excess = [i for i, n in found.items() if n > self.counts[i] or self.expected[i] is Expected.UNREACHED]
         return self._failures.ready_twice(state.step, excess, state.ready, is_static=self.is_static)
 
     # ------------------------------------------------------------------ when the backward is over
 
-    def complete(self, state: BackwardState) -> tuple[list[Bucket], MissingGradientError | None]:
-        """Handle the end of a backward that left buckets unfilled: unused parameters, or an error.
-
-        May wait for the other ranks in case of an error.
-
-        Returns:
-            The buckets that are full now, and the error, if any.
-        """
-        found, known = Counter(state.ready), self._declared | self._unreached
-        late = [i for i, count in enumerate(self.counts) if i not in known and found[i] < count]
-        if not self.may_lack:
-            if not state.ready and self._failures.board.is_skipped(state.step):
-                state.is_skipped = True
-                return self._skip(late), None
-            is_first = state.step == 0 and not self.is_static
-            error = self._failures.missing(state.step, late, state.num_taken, is_first=is_first)
-            if error is not None:
-                return [], error
-            self._declared.update(late)
-        return self._mark_absent(late), None
-
-    def _skip(self, indices: Sequence[int]) -> list[Bucket]:
-        """Average only accumulated gradients, as no rank has used any parameter.
-
-        torch's DDP does nothing here, which leaves the ranks with different accumulated gradients.
-
-        Collective: all ranks must call it.
-
-        Returns:
-            All buckets; those in which no rank has accumulated anything are not reduced.
-        """
-        full = self._mark_absent(indices)
-        self.unsynced.update(i for i in indices if self._params[i].grad is not None)
-        counts = self._finish(self._exchange(indices), is_needed=True, may_settle=False) or []
-        self._declared.update(i for i in indices if not counts[i])
-        for bucket in full:
-            bucket.is_skipped = self._declared.issuperset(bucket.spec.indices)
-        return full
+    def late(self, state: BackwardState) -> list[int]:
+        """Return the parameters that lack gradients at the end of a backward."""
+        found = Counter(state.ready)
+        return [i for i, e in enumerate(self.expected) if e is Expected.YES and found[i] < self.counts[i]]
 
     def learn(self, ready: Sequence[int]) -> None:
         """Record the gradients of a static graph's first step, and copy the large gradients."""
         found, scale = Counter(ready), self._reduction.scale
         self.counts = [found[i] for i in range(len(self._params))]
-        self._never = {i for i, count in enumerate(self.counts) if not count}
+        self._usual = [Expected.YES if count else Expected.NEVER for count in self.counts]
         self.is_learning = False
         for bucket in self._layout.buckets:
             with torch.no_grad():
                 for position, index in enumerate(bucket.spec.indices):
-                    if index in self._never:
+                    if not self.counts[index]:
                         bucket.fill_absent(position, scale)
                     elif position in bucket.early:
                         bucket.copy_early(position, scale)
@@ -253,44 +244,30 @@ class Gradients:
         return [b.spec.indices[p] for b in self._layout.buckets for p in sorted(b.absent)]
 
     def start_exchange(self, absent: Sequence[int] | None) -> Any | None:
-        """Start the exchange of used parameters, if ranks have one; return its work, or None.
+        """Start the sum over the ranks of the parameters that each used since the last, if that is needed.
 
         `absent` is None on a rank without input, which takes part in the backward of the others.
         """
-        return self._exchange(absent) if self.are_counted and self._settled is None else None
-
-    def _exchange(self, absent: Sequence[int] | None) -> Any:
-        """Start the sum over the ranks of the parameters that each used since the last exchange."""
+        if not self.are_counted or self._settled is not None:
+            return None
         used = [int(absent is not None)] * len(self._sums)
         for index in absent or ():
-            used[index] = int(index in self.unsynced and index not in self._declared)
+            used[index] = int(index in self.unsynced and self.expected[index] is not Expected.NOWHERE)
         self._sums = uploaded(torch.tensor(used, dtype=torch.int32), self._device)
         return self._group.all_reduce(self._sums)
-
-    def _finish(self, work: Any, *, is_needed: bool, may_settle: bool = True) -> list[int] | None:
-        """Wait for the sum; if the result is needed, the host waits for the device, too.
-
-        Returns:
-            Number of ranks that used each parameter; None if that is neither needed nor, with a static graph,
-            final.
-        """
-        self._group.wait(work, self._device)
-        self.unsynced.clear()
-        settles = may_settle and self.is_static
-        if not (is_needed or settles):
-            return None
-        *counts, num_ranks = self._sums.tolist()
-        if settles and num_ranks == self._group.size:
-            self._settled = counts
-        return counts
 
     def settle(self, absent: Sequence[int], exchange: Any | None) -> None:
         """Wait for the exchange; give absent parameters the mean where another rank has used them."""
         counts = self._settled
         if exchange is not None:
-            counts = self._finish(exchange, is_needed=bool(absent))
+            self._group.wait(exchange, self._device)
+            self.unsynced.clear()
+            if absent or self.is_static:  # else the host need not wait for the device
+                *counts, num_ranks = self._sums.tolist()
+                if self.is_static and num_ranks == self._group.size:
+                    self._settled = counts
         with torch.no_grad():
             for index in absent:
                 bucket, position = self._layout.where[index]
-                is_used = index not in self._declared and (counts is None or counts[index] > 0)
-                bucket.take_absent(position, is_used)
+                is_nowhere = self.expected[index] is Expected.NOWHERE
+                bucket.take_absent(position, not is_nowhere and (counts is None or counts[index] > 0))

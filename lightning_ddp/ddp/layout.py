@@ -1,27 +1,24 @@
 """Bucket layout: caps of buckets, the plan (a pure function), and the buckets in memory.
 
-A plan is computed from shapes, dtypes and devices alone, so every rank that is given the same order computes
-the same plan.
+Every rank that is given the same order of parameters computes the same plan.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp.ddp.bucket import Bucket, BucketSpec, SparseBucket
+from lightning_ddp.ddp.bucket import Bucket, BucketSpec, SparseBucket, ViewBucket
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.shm.shared_memory import SharedMemory
 
 MIB = 1024 * 1024
 _DEFAULT_CAP_MB = 25
-_NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
-_EARLY_COPY_BYTES = 256 * 1024
-EARLY_COPY_BYTES = {True: 2**63 - 1, False: 0, None: _EARLY_COPY_BYTES}
-"""`ReducerOptions.early_copy_bytes` by torch's argument `batched_grad_copy`."""
+NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
+"""Caps of the first buckets between hosts, where the network is idle until the first bucket is full."""
 _ALIGNMENT_BYTES = 512
 """Alignment of buckets. NCCL moves 16 bytes at a time only from a multiple of 16, and vector instructions of
 the CPU read whole cache lines; CUDA's allocator aligns to 512 bytes."""
@@ -46,33 +43,14 @@ class ReducerOptions:
     """True if every step has the graph of the first step."""
     skip_all_reduce_unused_params: bool = False
     """True to skip buckets without a used parameter; all ranks must use the same parameters."""
-    raises_at_once: bool = True
-    """True to raise in the first backward for gradients that all ranks miss; False for a warning there and an
-    error in the next step, as late as torch's."""
-    early_copy_bytes: int = _EARLY_COPY_BYTES
-    """Bytes from which a gradient is copied into its bucket when it arrives, while it is in the cache.
-    Smaller gradients go in one multi-tensor copy when the last of the bucket has arrived."""
     dtype: torch.dtype | None = None
     """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
-
-    def for_network(self) -> ReducerOptions:
-        """Return options for several hosts, with smaller first buckets unless the user gave caps.
-
-        A network is slow compared to a backward on the CPU, and idle until the first bucket is full. So the
-        first MiB goes in three buckets, each twice as large as the one before.
-        """
-        if not self.are_caps_default:
-            return self
-        return replace(self, caps_bytes=(*_NETWORK_CAPS_BYTES, self.caps_bytes[-1]))
 
 
 def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) -> tuple[int, ...]:
     """Convert torch's arguments `bucket_cap_mb` and `bucket_cap_mb_list` to caps in bytes.
 
     The first bucket has at most 1 MiB, so that communication starts early, unless `caps_mb` names its size.
-
-    Raises:
-        ConfigurationError: a size is not above 0, or no number.
 
     >>> bucket_caps_bytes(None)
     (1048576, 26214400)
@@ -143,15 +121,9 @@ def plan_buckets(
 ) -> tuple[BucketSpec, ...]:
     """Assign every parameter to one bucket; return the buckets in the order in which they fill.
 
-    Parameters are taken in `order`, the order in which their gradients are expected. Parameters of one dtype
-    and device fill a bucket until the next would exceed its cap. A parameter above the cap has a bucket of
-    its own, and so has one with sparse gradients.
-
-    Args:
-        specs: all parameters.
-        order: a permutation of `range(len(specs))`.
-        caps_bytes: caps of the first bucket of a dtype and device, the second ..., in bytes; the last one
-            holds for all that follow.
+    Parameters of one dtype and device, in the `order` in which their gradients are expected, fill a bucket
+    until the next would exceed its cap. A parameter above the cap has a bucket of its own, and so has one
+    with sparse gradients. Caps are as in `ReducerOptions`.
 
     >>> cpu = torch.device("cpu")
     >>> def spec(n):
@@ -194,14 +166,9 @@ def plan_buckets(
 
 
 class BucketLayout:
-    """The buckets of a reducer.
+    """The buckets of a reducer, for parameters in the same order on all ranks.
 
-    Args:
-        parameters: the parameters, in the same order on all ranks.
-        names: their qualified names.
-        options: caps of the buckets, and how gradients get in and out of them.
-        sparse: positions of the parameters whose gradients are sparse tensors.
-        memory: shared memory for the buckets on the CPU; None for plain memory.
+    Those at the positions `sparse` have sparse gradients. Buckets on the CPU are in `memory`, if it is given.
     """
 
     def __init__(
@@ -229,10 +196,6 @@ class BucketLayout:
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
         """Plan buckets for gradients that become ready in `order`, a permutation of parameters."""
         return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
-
-    def holds(self, plan: Sequence[BucketSpec]) -> bool:
-        """Return True if the present buckets are those of `plan`."""
-        return tuple(plan) == tuple(bucket.spec for bucket in self.buckets)
 
     def apply(self, plan: Sequence[BucketSpec], late_only: frozenset[int] = frozenset()) -> None:
         """Make the buckets of `plan`, in the memory of the present buckets; gradients in it are moved.
@@ -268,25 +231,14 @@ class BucketLayout:
     def _make_bucket(self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool) -> Bucket:
         params = [self.params[i] for i in spec.indices]
         names = [self.names[i] for i in spec.indices]
-        if spec.is_sparse:
-            return SparseBucket(index, spec, flat, params, names, is_last=is_last)
-        return Bucket(
-            index,
-            spec,
-            flat,
-            params,
-            names,
-            is_last=is_last,
-            is_view=self._options.gradient_as_bucket_view,
-            early_copy_bytes=self._options.early_copy_bytes,
-            late_only=frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only),
-        )
+        is_cast = any(p.dtype != spec.dtype for p in params)
+        is_view = self._options.gradient_as_bucket_view and not is_cast
+        kind: type[Bucket] = SparseBucket if spec.is_sparse else ViewBucket if is_view else Bucket
+        late_only = frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only)
+        return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
-        """Slice the flat buffers from one allocation per dtype and device, which all plans reuse.
-
-        There may be an unused gap between two buckets. The allocation has room for one bucket per parameter.
-        """
+        """Slice the flat buffers from one allocation per dtype and device, which all plans reuse."""
         offsets: dict[_Kind, int] = {}
         flats = []
         for spec in plan:
@@ -296,16 +248,15 @@ class BucketLayout:
                 continue
             if kind not in self._storage:
                 same = [s for s in self._specs if (s.dtype, s.device) == kind and not s.is_sparse]
-                self._storage[kind] = self._zeros(sum(_aligned(s.numel, s.dtype) for s in same), *kind)
+                numel = sum(_aligned(s.numel, s.dtype) for s in same)
+                if self._memory is not None and spec.device.type == "cpu":
+                    self._storage[kind] = self._memory.zeros(numel, spec.dtype)
+                else:
+                    self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
             start = offsets.get(kind, 0)
             offsets[kind] = start + _aligned(spec.numel, spec.dtype)
             flats.append(self._storage[kind][start : start + spec.numel])
         return flats
-
-    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._memory is not None and device.type == "cpu":
-            return self._memory.zeros(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=device)
 
     def _release(self) -> dict[int, torch.Tensor]:
         """Drop the present buckets; return copies of the gradients in them, by parameter index."""
@@ -321,11 +272,7 @@ class BucketLayout:
 
 
 def _aligned(numel: int, dtype: torch.dtype) -> int:
-    """Round `numel` up to the alignment of buckets.
-
-    >>> _aligned(128, torch.float32), _aligned(129, torch.float32)
-    (128, 256)
-    """
+    """Round `numel` up to the alignment of buckets."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // step) * step
 
@@ -333,9 +280,7 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
 def _keep_freed_memory() -> None:
     """Free one large block that was never written to, which makes glibc keep more freed memory.
 
-    Autograd's memory of each gradient is freed once the gradient is copied. glibc returns large free memory
-    at the top of its heap to the kernel, so every gradient would need new pages, which cost more than the
-    copy. How much it keeps depends on the largest block that the process has freed so far
-    (`M_MMAP_THRESHOLD` in mallopt(3)): up to 32 MiB, for which it keeps 64 MiB. Costs no memory.
+    It keeps twice the largest block freed so far, up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)). Otherwise
+    autograd's memory of each gradient, freed once that is copied, would need new pages in every step.
     """
     torch.empty(_LARGEST_BYTES, dtype=torch.uint8)

@@ -1,9 +1,7 @@
 """Uneven inputs: ranks with different numbers of batches step together until the last rank is done.
 
-With torch's `join` a rank that has run out mirrors the collectives of the others, so it has to know all of
-them, and its optimizer does not step. Here such a rank repeats its last batch instead, so it takes part in
-all communication of the step. The repetition has no effect on the result: it adds zeros to the gradients, it
-is left out of reductions, and buffers and metrics are restored.
+A rank that has run out repeats its last batch, so it takes part in all communication of the step. The
+repetition adds zeros to the gradients, is left out of reductions, and buffers and metrics are restored.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ class Turn:
 class Lockstep:
     """The steps that all ranks of a group take together, as long as one rank has batches.
 
-    All ranks must construct and use it alike. The order of one step is: the loader's next batch
-    (communicates), `begin`, the forward inside `step`, the backward of `scale(loss)`, `restore`.
+    The order of one step is: the loader's next batch (communicates), `begin`, the forward inside `step`, the
+    backward of `scale(loss)`, `restore`.
 
     Args:
         group: the ranks.
-        device: device of the tensors of its exchanges, as the backend needs it.
+        device: device of the tensors of its exchanges.
         is_allowed: True if ranks may run out at different steps; otherwise that is an error on all ranks.
         divide_by_initial_world_size: True to count a rank that has run out in the mean of the gradients,
             with zeros; False for the mean over the ranks that have a new batch.
@@ -84,33 +82,27 @@ class Lockstep:
 
         Args:
             loader: the loader of this rank.
-            most: returns the number of batches of the longest loader, the same on all ranks; None to exchange
-                the lengths now.
+            most: returns the number of batches of the longest loader; None to exchange the lengths now.
             spare: makes a batch for a rank that has none to repeat; None to raise an error there.
-
-        Raises:
-            ConfigurationError: only some ranks know the length of their loader, or a loader wrapped before
-                has not been iterated over.
         """
         if self._is_waiting:
             raise ConfigurationError(
                 "uneven_inputs supports one training dataloader, but there are several. Combine the"
                 " datasets in one dataloader."
             )
+        if most is None:
+            mine = torch.tensor([_length(loader)], device=self._device)
+            lengths = [int(n) for n in all_gather(self._group, mine).view(-1).tolist()]
+            unsized = [rank for rank, length in enumerate(lengths) if length == _UNSIZED]
+            if unsized and len(unsized) < len(lengths):
+                raise ConfigurationError(
+                    f"the training dataloader has no length on ranks {unsized}, but has one on the others."
+                    " Give it one on every rank, or on none."
+                )
+            most = None if unsized else partial(max, lengths)
         self._spare = spare
-        if most is not None:
-            self._is_waiting = True
-            return LockstepLoader(loader, self, most)
-        mine = torch.tensor([_length(loader)], device=self._device)
-        lengths = [int(n) for n in all_gather(self._group, mine).view(-1).tolist()]
-        unsized = [rank for rank, length in enumerate(lengths) if length == _UNSIZED]
-        if unsized and len(unsized) < len(lengths):
-            raise ConfigurationError(
-                f"the training dataloader has no length on ranks {unsized}, but has one on the others. Give"
-                " it one on every rank, or on none."
-            )
         self._is_waiting = True
-        return LockstepLoader(loader, self, None if unsized else partial(max, lengths))
+        return LockstepLoader(loader, self, most)
 
     def restart(self) -> None:
         """Begin a new epoch: drop the fetched and unused steps."""
@@ -125,14 +117,7 @@ class Lockstep:
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
         """Exchange which ranks have a new batch; return the batch that this rank uses.
 
-        Collective: all ranks must call it.
-
-        Args:
-            fresh: this rank's next batch in a tuple, or None when it has run out.
-            num_fetched: number of batches that this rank has had in this epoch.
-
-        Returns:
-            The batch to use in a tuple, or None when all ranks have run out.
+        Batches are in tuples; None stands for a rank that has run out, or for all ranks.
 
         Raises:
             UnevenInputsError: on every rank, if a rank ran out and that is not allowed, or has no batch to
@@ -222,15 +207,7 @@ class Lockstep:
         return self._is_stepping and self.turn.num_active < self._group.size
 
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce `tensors` in place over those ranks of `group` that have a new batch.
-
-        All ranks of `group` get the result. If none of them has a new batch, all of them are reduced.
-
-        Collective: all ranks must call it.
-
-        Raises:
-            ConfigurationError: the name of the operation is unknown.
-        """
+        """Reduce `tensors` over the ranks of `group` that have a new batch, if any, else over all."""
         resolved = reduce_op(op)
         num_active = self._num_active(group)
         if not num_active:
@@ -256,8 +233,7 @@ class Lockstep:
 class LockstepLoader:
     """A loader with the length of the longest loader of all ranks, which ends on all ranks together.
 
-    Attributes are those of the wrapped loader, except `state_dict` and `load_state_dict`: a checkpoint would
-    hold the position of one rank only.
+    It has the attributes of the wrapped loader, but for `state_dict` and `load_state_dict` of one rank.
     """
 
     def __init__(self, loader: Any, lockstep: Lockstep, most: Callable[[], int] | None) -> None:
@@ -274,49 +250,28 @@ class LockstepLoader:
         setattr(self._loader, name, value)
 
     def __len__(self) -> int:
-        """Return the greatest length of the loaders of all ranks.
-
-        Raises:
-            TypeError: the loaders have no length.
-        """
+        """Return the greatest length of the loaders of all ranks; TypeError if they have none."""
         if self._most is None:
             raise TypeError(f"{type(self._loader).__name__} has no length")
         length: int = self._most()
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch; every step of it communicates."""
-        return _LockstepIterator(iter(self._loader), self._lockstep)
+        """Iterate over an epoch, without prefetching; every step of it communicates."""
+        batches = iter(self._loader)
+        self._lockstep.restart()
+        # A generator that has ended asks no more: some iterators would start another epoch.
+        return self._steps((batch,) for batch in batches)
 
-
-class _LockstepIterator:
-    """Iterator over one epoch of a `LockstepLoader`; does not prefetch."""
-
-    def __init__(self, batches: Iterator[Any], lockstep: Lockstep) -> None:
-        self._batches: Iterator[Any] | None = batches
-        self._lockstep = lockstep
-        self._num_fetched = 0
-        lockstep.restart()
-
-    def __iter__(self) -> _LockstepIterator:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self._lockstep.exchange(self._fetch(), self._num_fetched)
-        if batch is None:
-            raise StopIteration
-        return batch[0]
-
-    def _fetch(self) -> tuple[Any] | None:
-        if self._batches is None:
-            return None
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._batches = None  # Not called again: some iterators would start another epoch.
-            return None
-        self._num_fetched += 1
-        return (batch,)
+    def _steps(self, batches: Iterator[tuple[Any]]) -> Iterator[Any]:
+        num_fetched = 0
+        while True:
+            fresh = next(batches, None)
+            num_fetched += fresh is not None
+            batch = self._lockstep.exchange(fresh, num_fetched)
+            if batch is None:
+                return
+            yield batch[0]
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -1,13 +1,12 @@
 """Mixed precision inside the wrapper: parameters, inputs and buffers in low precision during a step.
 
-Optimizer, checkpoints and users see parameters in full precision. From forward to the end of backward their
-data are low-precision copies; gradients are reduced in `reduce_dtype` and arrive in full precision. The
-configuration is that of torch's DDP (`_MixedPrecision`, experimental there).
+Outside of a step parameters are in full precision, and gradients arrive so. The configuration is that of
+torch's DDP (`_MixedPrecision`, experimental there).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,24 +15,10 @@ from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import ConfigurationError
 
 
-class MixedPrecisionConfig(Protocol):
-    """The fields of torch's configuration; each is a floating-point dtype, or None to cast nothing."""
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-
-
 class MixedPrecision:
-    """Exchange of parameters for low-precision copies and back; construction casts the buffers.
+    """Exchange of parameters for low-precision copies and back; construction casts the buffers."""
 
-    Raises:
-        ConfigurationError: a dtype is not a floating-point one.
-    """
-
-    def __init__(
-        self, config: MixedPrecisionConfig, module: torch.nn.Module, ignored: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, config: Any, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             dtype = getattr(config, name, None)
             if dtype is not None and not dtype.is_floating_point:
@@ -51,7 +36,8 @@ class MixedPrecision:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Dtype in which gradients are reduced; None for that of each parameter."""
-        return self.config.reduce_dtype or self.config.param_dtype
+        dtype: torch.dtype | None = self.config.reduce_dtype or self.config.param_dtype
+        return dtype
 
     def cast_parameters(self) -> None:
         """Replace the data of parameters and gradients by low-precision copies, before a forward."""

@@ -1,14 +1,11 @@
-"""`BucketedDDP`: data parallelism over processes, with the reducer in Python.
-
-More than 500 lines, as it holds the whole public interface of the engine; a third are its docstrings.
-"""
+"""`BucketedDDP`: data parallelism over processes, with the reducer in Python."""
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,12 +23,12 @@ from lightning_ddp._torch import (
     to_kwargs,
 )
 from lightning_ddp.comm.activity import Interrupt
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
-from lightning_ddp.ddp.buffers import BufferHook, Buffers, BufferSettings, Moment
-from lightning_ddp.ddp.layout import EARLY_COPY_BYTES, ParameterSpec, ReducerOptions, bucket_caps_bytes
-from lightning_ddp.ddp.mixed_precision import MixedPrecision, MixedPrecisionConfig
+from lightning_ddp.ddp.buffers import Buffers, Moment, when_to_broadcast
+from lightning_ddp.ddp.layout import ParameterSpec, ReducerOptions, bucket_caps_bytes
+from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module_checks import (
     ParameterPlaces,
     check_backend,
@@ -42,20 +39,17 @@ from lightning_ddp.ddp.module_checks import (
     verify_across_ranks,
 )
 from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.reduction import CommHook, DelayedAllReduce
+from lightning_ddp.ddp.reduction import CommHook
 from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
 
-_logger = logging.getLogger("lightning_ddp")
-_NS_PER_S = 1e9
 _OF_THIS_PROCESS = (
     "_group",
     "_module_buffers",
     "_places",
     "_forward_notice",
     "_active_ranks",
-    "_delayed",
     "reducer",
     "device_mesh",
 )
@@ -73,10 +67,9 @@ class BucketedDDP(Joinable, torch.nn.Module):
     left alone. Parameters that `torch.func.functional_call` replaces for a forward are not averaged.
 
     `broadcast_buffers="auto"` gives the results of a copy of rank 0's buffers before each forward: BatchNorm
-    layers in training mode normalize with their batch and only write their running statistics, and those of
-    rank 0 depend on rank 0's history alone, so copying them before a layer evaluates is early enough.
-    Modules with any other buffer take the copy before each forward. Between two copies the statistics of the
-    other ranks are those of their own batches; `sync_buffers()` copies rank 0's at once.
+    layers in training mode only write their running statistics, so a copy before a layer evaluates is early
+    enough. Until then the statistics of the other ranks are those of their own batches; `sync_buffers()`
+    copies rank 0's at once. Modules with any other buffer take the copy before each forward.
 
     Args:
         module: Module on one device per process, or on several CUDA devices; the same on all ranks, with at
@@ -85,30 +78,26 @@ class BucketedDDP(Joinable, torch.nn.Module):
             moved; None to leave inputs alone.
         output_device: Device of the module, or None. Kept for torch's signature.
         dim: Only 0. Kept for torch's signature.
-        broadcast_buffers: When rank 0's buffers are copied: 'auto' (also None) before a forward that reads
-            them, True before each forward that follows a synchronized forward, False never, not even at
-            construction.
-        init_sync: If True, construction compares the parameters of the ranks and broadcasts rank 0's
-            parameters and buffers. If False, the caller guarantees that all ranks hold the same values.
+        broadcast_buffers: When rank 0's buffers are copied to all ranks: 'auto' (also None) before a forward
+            that reads them, True before each forward, False never. BatchNorm reads its buffers in eval mode
+            only. A forward after one without synchronization copies none; with False, construction does not
+            either.
+        init_sync: If True, construction compares the models of the ranks and broadcasts rank 0's state. If
+            False, the caller guarantees that all ranks hold the same values.
         process_group: Process group of the ranks; None for the default group.
-        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB. With None
-            the first buckets are smaller if CPU ranks are on several hosts, so that communication starts
-            early.
-        find_unused_parameters: If True, parameters may take no part in the loss, on some ranks or on all. The
+        bucket_cap_mb: Largest size of a bucket in MiB; None for 25. The first bucket has 1 MiB; with None
+            and CPU ranks on several hosts the first buckets are smaller.
+        find_unused_parameters: If True, parameters may take no part in the loss on some ranks or all. The
             graph of the outputs is searched after each forward. A parameter that no rank has used keeps its
             `.grad`; a parameter that some ranks have used gets the mean, with zeros from the others.
         check_reduction: Only False. Deprecated in torch, without effect.
         gradient_as_bucket_view: If True (also None), `.grad` is a view of the bucket after a synchronized
-            backward pass, which saves a copy and the memory of one gradient per parameter.
-        static_graph: If True, every step must have the graph of the first step. It is recorded there:
-            communication starts after that backward pass, and later during it. Parameters may be unused, or
-            get several gradients in one backward pass (re-entrant checkpointing); a graph that changes is an
-            error.
-        delay_all_reduce_named_params: (name, parameter) pairs that are not in buckets; None for no such
-            parameters. Their gradients are averaged together when that of `param_to_hook_all_reduce` is
-            ready.
-        param_to_hook_all_reduce: Parameter whose gradient starts the average of
-            `delay_all_reduce_named_params`. Pass both or neither.
+            backward pass. That saves a copy and the memory of one gradient per parameter.
+        static_graph: If True, every step must have the graph of the first step, which is recorded there.
+            Parameters may be unused, or get several gradients in one backward pass (re-entrant
+            checkpointing); a graph that changes is an error.
+        delay_all_reduce_named_params: Only None. Kept for torch's signature.
+        param_to_hook_all_reduce: Only None. Kept for torch's signature.
         mixed_precision: torch's `_MixedPrecision`, or None for full precision. Parameters, inputs and buffers
             are in low precision from forward to the end of backward; gradients arrive in full precision.
         device_mesh: One-dimensional device mesh with the ranks, instead of `process_group`; or None.
@@ -116,22 +105,15 @@ class BucketedDDP(Joinable, torch.nn.Module):
             unused; all ranks must leave the same parameters unused.
         bucket_cap_mb_list: Largest sizes of the first bucket, the second bucket and so on, in MiB; None to
             use `bucket_cap_mb`. The last size holds for all further buckets.
-        batched_grad_copy: True to copy the gradients of a bucket together, False to copy each gradient by
-            itself; None to copy gradients of 256 KiB and more when they arrive, and smaller gradients of a
-            bucket together.
-        forward_sync_buffers: True or False as for `broadcast_buffers`, except that construction always copies
-            buffers; None to use `broadcast_buffers`.
-        raises_at_once: If True, parameters that all ranks miss in the first backward pass are an error there.
-            If False they are a `MissingGradientWarning` there and the error in the second step, as torch's
-            DDP allows in one backward pass. In all other steps, and where ranks differ, they are an error at
-            once.
+        batched_grad_copy: No effect; kept for torch's signature.
+        forward_sync_buffers: True or False as for `broadcast_buffers`; None to use that. Construction copies
+            the buffers in both cases.
         interrupt: Failure that another thread may report, or None; every wait raises it within 0.1 s.
         transport: How gradients of CPU ranks travel: 'auto', 'shared_memory' or 'gloo'. 'auto' uses shared
             memory within a host, and gloo between one rank per host; the process group where shared memory is
             not available, and between ranks that are threads of one process. A thread reduces during the
-            backward pass if a host has two processors per rank; otherwise reduction follows the backward
-            pass, because both would be slower. 'shared_memory' is the same, or an error. 'gloo' uses the
-            process group.
+            backward pass if a host has two processors per rank. 'shared_memory' is the same, or an error.
+            'gloo' uses the process group.
 
     Raises:
         ConfigurationError: An argument cannot be used, or the group cannot reduce the module's gradients.
@@ -155,16 +137,15 @@ class BucketedDDP(Joinable, torch.nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool | None = None,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
-        mixed_precision: MixedPrecisionConfig | None = None,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any | None = None,
         device_mesh: Any | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool | None = None,
         forward_sync_buffers: bool | None = None,
         *,
-        raises_at_once: bool = False,
         interrupt: Interrupt | None = None,
         transport: Transport = "auto",
     ) -> None:
@@ -178,28 +159,25 @@ class BucketedDDP(Joinable, torch.nn.Module):
             )
         if skip_all_reduce_unused_params and not find_unused_parameters:
             raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
-        delayed = dict(delay_all_reduce_named_params or ())
-        if bool(delayed) != (param_to_hook_all_reduce is not None):
+        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
             raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need each other. Pass both or"
-                " neither."
+                "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported. Omit them."
             )
         caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         group = check_process_group(process_group, device_mesh)
-        self.parameters_to_ignore = {*getattr(module, IGNORED_NAMES, ()), *delayed}
-        named = trainable_parameters(module, self.parameters_to_ignore, may_be_none=bool(delayed))
+        self.parameters_to_ignore = set(getattr(module, IGNORED_NAMES, ()))
+        named = trainable_parameters(module, self.parameters_to_ignore)
         self.module = module
-        self.device = next(iter([p for _, p in named] or module.parameters())).device
+        self.device = named[0][1].device
         self.dim = dim
         self._passing_sync_batchnorm_handle(module)
         self.device_ids = check_device_ids(device_ids, output_device, [p for _, p in named])
         self.output_device = self.device_ids[0] if self.device_ids else None
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._buffer_settings = BufferSettings.of(broadcast_buffers, forward_sync_buffers)
-        self.forward_sync_buffers = self._buffer_settings.in_forward
+        self._broadcast = when_to_broadcast(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = self._broadcast is not False
         self.gradient_as_bucket_view = gradient_as_bucket_view is not False
-        self.asked_for_views = bool(gradient_as_bucket_view)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
@@ -218,7 +196,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
                 "bucket_cap_mb": bucket_cap_mb,
                 "bucket_cap_mb_list": bucket_cap_mb_list and list(bucket_cap_mb_list),
-                "delay_all_reduce_named_params": list(delayed) or None,
                 "transport": transport,
                 "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
             }
@@ -236,30 +213,24 @@ class BucketedDDP(Joinable, torch.nn.Module):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            raises_at_once=raises_at_once,
-            early_copy_bytes=EARLY_COPY_BYTES[batched_grad_copy],
             dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
         )
-        self._connect(token, find_hosts(self._group, self.device))
-        self._delayed = None
-        if param_to_hook_all_reduce is not None:
-            params, is_on = list(delayed.values()), lambda: self.require_backward_grad_sync
-            self._delayed = DelayedAllReduce(self._group, params, param_to_hook_all_reduce, is_on)
+        self._connect(named, token, find_hosts(self._group, self.device))
         if init_sync:
             broadcast_coalesced(self._group, self.states())
-            if self._buffer_settings.at_construction:
+            if forward_sync_buffers is not None or broadcast_buffers is not False:
                 self._module_buffers.copy()
-        self._log_construction()
 
-    def _connect(self, token: str, hosts: Hosts | None) -> None:
+    def _connect(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str, hosts: Hosts | None
+    ) -> None:
         """Make the reducer and the objects tied to this process and group.
 
         Collective: all ranks must call it, if ranks share hosts.
         """
         ignored = frozenset(self.parameters_to_ignore)
-        named = trainable_parameters(self.module, ignored, may_be_none=True)
         sparse = sparse_parameters(self.module.modules())
-        self._module_buffers = Buffers(self._group, self.module, ignored, self._buffer_settings)
+        self._module_buffers = Buffers(self._group, self.module, ignored, self._broadcast)
         self._places = ParameterPlaces(self.module, named)
         self._has_prepared = False
         self.authoritative_rank: int | None = None
@@ -276,9 +247,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
             options=self._options,
             sparse=frozenset(i for i, (_, p) in enumerate(named) if id(p) in sparse),
             hosts=hosts,
+            before_finish=self._mixed.restore_parameters if self._mixed is not None else None,
         )
-        if self._mixed is not None:
-            self.reducer.before_finish = self._mixed.restore_parameters
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without parts tied to this process: group, reducer and hooks."""
@@ -295,9 +265,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._group = Group(check_process_group(None, None), transport=self.transport)
-        self._delayed = None
-        self._connect("restored", None)
-        self._log_construction()
+        self._connect(trainable_parameters(self.module, self.parameters_to_ignore), "restored", None)
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Refuse synchronized batch normalization on the CPU; torch has a check of this name."""
@@ -322,17 +290,16 @@ class BucketedDDP(Joinable, torch.nn.Module):
         Collective: all ranks must call it.
         """
         group = Group(process_group, self._group.interrupt, transport=self.transport)
-        check_backend(group, self.module, list(zip(self._places.names, self._places.parameters, strict=True)))
+        named = list(zip(self._places.names, self._places.parameters, strict=True))
+        check_backend(group, self.module, named)
         before, recorder = self.reducer.reduction, self.reducer.recorder
-        last_error = self.reducer.failures.last_error
         self.reducer.close()
         self._group = group
-        self._connect(f"updated/{group.next_number('updated')}", find_hosts(self._group, self.device))
-        self.reducer.recorder, self.reducer.failures.last_error = recorder, last_error
+        token = f"updated/{group.next_number('updated')}"
+        self._connect(named, token, find_hosts(self._group, self.device))
+        self.reducer.recorder = recorder
         if before.hook is not None:
             self.reducer.set_hook(before.state, before.hook)
-        if self._delayed is not None:
-            self._delayed.group = self._group
 
     def states(self) -> list[torch.Tensor]:
         """Return the parameters that this wrapper keeps equal on all ranks: all but the ignored ones."""
@@ -356,8 +323,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         is_training = torch.is_grad_enabled()
         if is_training and self.require_backward_grad_sync:
             self.reducer.failures.check_usable()
-            if self.reducer.recorder.start_forward() and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-                _logger.info("times on rank %s: %s", self._group.rank, self._mean_times())
+            self.reducer.recorder.start_forward()
         self._notify_joined(is_training)
         if is_training:
             self.reducer.rebuild()
@@ -412,8 +378,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
-            if self._delayed is not None:
-                self._delayed.prepare()
             self._set_divisor()
             self.reducer.arm(outputs, absent)
         else:
@@ -460,7 +424,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             raise TypeError(f"buffer hook {hook!r} must be callable")
         if location not in ("before_forward", "after_forward"):
             raise ConfigurationError(f"location={location!r}: expected 'before_forward' or 'after_forward'")
-        self._module_buffers.hook = BufferHook(hook=hook, state=state, location=location)
+        self._module_buffers.hook, self._module_buffers.location = partial(hook, state), location
 
     # ------------------------------------------------------------------ synchronization
 
@@ -489,20 +453,17 @@ class BucketedDDP(Joinable, torch.nn.Module):
             ConfigurationError: The hook's annotations are not those of a communication hook.
             CommHookError: A hook is registered already.
         """
-        with self._errors_noted():
-            check_hook(hook)
-            if self.reducer.reduction.hook is not None:
-                raise CommHookError(
-                    "register_comm_hook or register_builtin_comm_hook can only be called once. A wrapper"
-                    " has one hook."
-                )
+        check_hook(hook)
+        if self.reducer.reduction.hook is not None:
+            raise CommHookError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. A wrapper has one"
+                " hook."
+            )
         self.reducer.set_hook(state, hook)
 
     def teardown(self) -> None:
         """Remove the hooks from the parameters, so that the module can be used without this wrapper."""
         self.reducer.close()
-        if self._delayed is not None:
-            self._delayed.remove_hooks()
 
     def record_steps(self, num_steps: int = 256) -> StepRecorder:
         """Start recording computation and communication times of synchronized steps on this rank.
@@ -544,7 +505,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             throw_on_early_termination: If True, all ranks raise RuntimeError when the first one runs out.
 
         Raises:
-            ConfigurationError: There is no default process group, or gradients are averaged with a delay.
+            ConfigurationError: There is no default process group.
         """
         if not dist.is_initialized():
             if not enable:
@@ -553,18 +514,12 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 "join() needs torch.distributed.init_process_group, because torch's Join communicates"
                 " through it"
             )
-        if enable and self._delayed is not None:
-            raise ConfigurationError(
-                "join() does not work with delay_all_reduce_named_params: a rank without input does not"
-                " know when the others reduce those parameters. Leave out one of the two."
-            )
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
         context: AbstractContextManager[None] = Join([self], enable, throw_on_early_termination, **options)
         return context
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that runs on a rank that has joined; called by torch's `Join`."""
-        self._has_joined = True
         self._divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return _ShadowSteps(self)
 
@@ -607,75 +562,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._group.wait(self._active_ranks, self.device)
         self.reducer.reduction.set_divisor(int(self._active_ranks.result()[0].item()))
 
-    # ------------------------------------------------------------------ logging data
-
-    def logging_data(self) -> dict[str, Any]:
-        """Return a dict of settings, sizes (bytes) and mean times (seconds) of this wrapper on this rank.
-
-        Returns:
-            Settings and sizes (in bytes) from construction, figures of the last step, and means of how long
-            forward, backward, its communication and the part of that hidden behind computation take, in
-            seconds: `avg_forward_compute_time_s`, `avg_backward_compute_time_s`, `avg_backward_comm_time_s`,
-            `avg_backward_compute_comm_overlap_time_s`. The times come from the first ten steps and every
-            hundredth after, and are absent before the second step.
-        """
-        group, reducer = self._group, self.reducer
-        params = reducer.layout.params
-        hook = reducer.reduction.hook
-        data: dict[str, Any] = {
-            "module_name": type(self.module).__name__,
-            "rank": group.rank,
-            "world_size": group.size,
-            "backend_name": group.backend(self.device),
-            "device_ids": self.device_ids,
-            "output_device": self.output_device,
-            "is_multi_device_module": len({p.device for p in params}) > 1,
-            "broadcast_buffers": self.forward_sync_buffers,
-            "find_unused_parameters": self.find_unused_parameters,
-            "static_graph": self.static_graph,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "bucket_sizes": self._first_bucket_sizes,
-            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in params}),
-            "num_parameter_tensors": len(params),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
-            "has_sync_bn": any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules()),
-            "comm_hook": getattr(hook, "__qualname__", type(hook).__name__) if hook is not None else None,
-            "join_uneven_inputs": self._has_joined,
-            "has_rebuilt_buckets": reducer.has_rebuilt,
-            "num_steps": reducer.step + 1,
-            "num_buckets_reduced": reducer.num_reduced,
-            "unused_parameter_size": sum(
-                params[i].numel() * params[i].element_size() for i in reducer.absent or ()
-            ),
-            "error": reducer.failures.last_error,
-        }
-        if reducer.has_rebuilt:
-            data["rebuilt_bucket_sizes"] = self._bucket_sizes()
-        return {**data, **self._mean_times()}
-
-    def _log_construction(self) -> None:
-        """Initialize the logging data, and log them if `TORCH_DISTRIBUTED_DEBUG` is set."""
-        self._has_joined = False
-        self._first_bucket_sizes = self._bucket_sizes()
-        if dist.get_debug_level() != dist.DebugLevel.OFF:
-            _logger.info("constructed on rank %s: %s", self._group.rank, self.logging_data())
-
-    def _bucket_sizes(self) -> list[int]:
-        return [b.spec.numel * b.spec.dtype.itemsize for b in self.reducer.buckets]
-
-    def _mean_times(self) -> dict[str, float]:
-        return {f"avg_{phase}_time_s": ns / _NS_PER_S for phase, ns in self.reducer.recorder.mean_ns.items()}
-
-    @contextmanager
-    def _errors_noted(self) -> Generator[None, None, None]:
-        """Keep the text of an error raised in this context for the logging data."""
-        try:
-            yield
-        except Exception as error:
-            self.reducer.failures.last_error = str(error)
-            raise
-
     # ------------------------------------------------------------------ names that torch's library uses
 
     @property
@@ -697,12 +583,11 @@ class BucketedDDP(Joinable, torch.nn.Module):
         if self.static_graph:
             warnings.warn("static_graph is True already", stacklevel=2)
             return
-        with self._errors_noted():
-            if self.reducer.step >= 0:
-                raise UnsuitableModuleError(
-                    "static_graph should be called before training loop starts, but there were"
-                    f" {self.reducer.step + 1} backward passes. Pass static_graph=True to the constructor."
-                )
+        if self.reducer.step >= 0:
+            raise UnsuitableModuleError(
+                "static_graph should be called before training loop starts, but there were"
+                f" {self.reducer.step + 1} backward passes. Pass static_graph=True to the constructor."
+            )
         self.static_graph = True
         self.reducer.make_static()
 

@@ -33,13 +33,9 @@ _DENSE_BACKENDS = ("nccl", "mpi", "ucc", "xccl")
 
 
 def trainable_parameters(
-    module: torch.nn.Module, ignored: Collection[str], *, may_be_none: bool = False
+    module: torch.nn.Module, ignored: Collection[str]
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters that require gradients, with their qualified names.
-
-    Raises:
-        UnsuitableModuleError: there is none, one is lazy, or they are on several kinds of devices.
-    """
+    """Return the parameters that require gradients, with their qualified names; raise if unsuitable."""
     named = [(n, p) for n, p in module.named_parameters() if n not in ignored]
     lazy = [n for n, p in named if isinstance(p, torch.nn.UninitializedParameter)]
     if lazy:
@@ -49,7 +45,7 @@ def trainable_parameters(
             " before wrapping, so that they get their shapes."
         )
     trainable = [(n, p) for n, p in named if p.requires_grad]
-    if not trainable and not may_be_none:
+    if not trainable:
         raise UnsuitableModuleError(
             f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to"
             " average. Use it without a data-parallel wrapper, or set requires_grad=True on a parameter."
@@ -64,11 +60,7 @@ def trainable_parameters(
 
 
 def check_process_group(process_group: Any | None, device_mesh: Any | None) -> Any:
-    """Return the process group to use: the given group, that of the mesh, or the default group.
-
-    Raises:
-        ConfigurationError: there is none, or both are given, or the mesh has several dimensions.
-    """
+    """Return the process group to use: the given group, that of the mesh, or the default group."""
     if process_group is not None and device_mesh is not None:
         raise ProcessGroupError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -101,12 +93,7 @@ def _group_of_mesh(mesh: Any) -> Any:
 def check_backend(
     group: Group, module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> None:
-    """Refuse parameters whose gradients the backend of the group cannot reduce.
-
-    Raises:
-        ConfigurationError: they are sparse and the backend reduces dense tensors only, or they are on another
-            device than the one that the group is bound to.
-    """
+    """Refuse parameters whose gradients the backend cannot reduce: sparse, or on another device."""
     bound = getattr(group.process_group, "bound_device_id", None)
     kind = bound.type if bound is not None else None
     elsewhere = [n for n, p in named if p.device.type == kind and p.device != bound]
@@ -135,11 +122,7 @@ def check_device_ids(
     output_device: int | torch.device | None,
     parameters: Sequence[torch.Tensor],
 ) -> list[int] | None:
-    """Return the index of the CUDA device to which inputs are moved, or None to leave them alone.
-
-    Raises:
-        ConfigurationError: the module is on the CPU or on several devices, or on another one.
-    """
+    """Return the index of the CUDA device to which inputs are moved, or None to leave them alone."""
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigurationError(
             f"device_ids can only be None or contain a single element. Got {device_ids}: one process drives"
@@ -162,12 +145,7 @@ def check_device_ids(
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Check that `hook` is callable and annotated as a communication hook.
-
-    Raises:
-        TypeError: it is not callable.
-        ConfigurationError: its annotations name other types than a bucket and a future of a tensor.
-    """
+    """Check that `hook` is callable, and that its annotations are those of a communication hook, if any."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
     try:
@@ -199,12 +177,6 @@ def verify_across_ranks(
     """Check that all ranks hold the same parameters and settings.
 
     Collective: all ranks must call it.
-
-    Args:
-        group: the ranks to compare.
-        specs: this rank's parameters that require gradients, in registration order.
-        device: device of the tensors of the exchange, as the backend needs it.
-        settings: arguments that must be the same on all ranks, by name.
 
     Returns:
         A random token, the same on all ranks, that no other call returns.

@@ -1,12 +1,8 @@
 """The reducer: autograd hooks -> bucket full -> launch in order -> finish.
 
-One hook per parameter counts it as ready. A full bucket is averaged over the ranks asynchronously while
-backward continues. Buckets are launched in index order, so that all ranks issue their collectives in the same
-order, independent of the order of their gradients. A callback of the autograd engine waits for the buckets at
-the end of backward. After the first synchronized backward the buckets are planned again, in the order in
-which the gradients became ready on rank 0 (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
-
-The state of one backward is its `BackwardState`, made by its forward and dropped when it is over.
+Buckets are launched in index order, so that all ranks issue their collectives in the same order. After the
+first synchronized backward they are planned again, in the order in which the gradients became ready on rank 0
+(Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 """
 
 from __future__ import annotations
@@ -16,16 +12,17 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, BucketSpec
-from lightning_ddp.ddp.gradient_errors import BackwardFailures, MissingGradients, refuse_double_backward
+from lightning_ddp.ddp.gradient_errors import BackwardFailures, Board, refuse_double_backward
 from lightning_ddp.ddp.gradients import Gradients, find_tensors
-from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
+from lightning_ddp.ddp.layout import NETWORK_CAPS_BYTES, BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.hosts import Hosts
@@ -38,16 +35,15 @@ _Hook = Callable[[torch.Tensor], None]
 class Reducer:
     """Average of the gradients of `parameters` over the ranks of `group`, in buckets.
 
+    The parameters, all of which require gradients, are the same on all ranks, in the same order. If some
+    ranks share a host, construction is collective.
+
     Args:
-        parameters: all of them require gradients; the same on all ranks, in the same order.
-        names: their qualified names.
-        group: the ranks.
         device: device of the small tensors of exchanges between ranks.
         token: the same on all ranks, different for every reducer.
-        options: how gradients are bucketed and what is expected of a backward.
         sparse: positions of the parameters whose gradients are sparse tensors.
-        hosts: hosts of the ranks, to share memory within a host; None to use the group only. If some ranks
-            share a host, construction is collective.
+        hosts: hosts of the ranks, to share memory within a host; None to use the group only.
+        before_finish: called at the end of a synchronized backward, before gradients are written.
     """
 
     def __init__(
@@ -61,9 +57,10 @@ class Reducer:
         options: ReducerOptions,
         sparse: frozenset[int] = frozenset(),
         hosts: Hosts | None = None,
+        before_finish: Callable[[], None] | None = None,
     ) -> None:
-        if hosts is not None and len(hosts.by_host) > 1:
-            options = options.for_network()
+        if hosts is not None and len(hosts.by_host) > 1 and options.are_caps_default:
+            options = replace(options, caps_bytes=(*NETWORK_CAPS_BYTES, options.caps_bytes[-1]))
         memory = SharedMemory(group, hosts) if hosts is not None and hosts.are_shared else None
         self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
         if memory is not None and not memory.connect():
@@ -71,9 +68,8 @@ class Reducer:
         self._params = self.layout.params
         self._group = group
         self._device = device
-        self.reduction = Reduction(group, device, token, memory)
-        board = MissingGradients(group, token, device)
-        self.failures = BackwardFailures(board, self.layout.names, raises_at_once=options.raises_at_once)
+        self.reduction = Reduction(group, memory)
+        self.failures = BackwardFailures(Board(group, token), self.layout.names)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()  # autograd has a thread for each device
         self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
@@ -81,25 +77,15 @@ class Reducer:
         # The hooks on the parameters would keep the buckets alive after the reducer.
         weakref.finalize(self, _remove, self._handles).atexit = False
         self._backward: BackwardState | None = None
-        self.before_finish: Callable[[], None] | None = None
-        """Called at the end of a synchronized backward, before gradients are written."""
+        self._before_finish = before_finish
         self.after_bucket: Callable[[Bucket], None] | None = None
         """Called with each bucket once its means are in `.grad`, while later buckets are being reduced."""
         self.futures: list[Any] = []
         """Futures of buffer hooks; awaited at the end of the next synchronized backward."""
         self.recorder = StepRecorder(device)
-        """Recorder of the times of each step."""
         self.step = -1  # number of the synchronized backward that runs or ran last
         self.has_rebuilt = False
         """True once the buckets were planned again after the first synchronized backward."""
-        self.order: list[int] = []
-        """Parameter indices in the order in which gradients became ready on rank 0, for the second plan."""
-        self.absent: frozenset[int] | None = None
-        """Indices of parameters without a gradient in the last synchronized backward; None before."""
-        self.is_absent_static = True
-        """True while `absent` has been the same in all synchronized backwards."""
-        self.num_reduced = 0
-        """Buckets reduced in the last synchronized backward."""
         self._first_order: list[int] | None = None
         self._add_hooks()
 
@@ -123,9 +109,7 @@ class Reducer:
     def rebuild(self) -> None:
         """Plan the buckets again, once, in the order in which gradients became ready on rank 0.
 
-        Called before each forward; communicates before the second synchronized step only.
-
-        Collective: all ranks must call it.
+        Collective: all ranks must call it before each forward; communicates before the second step only.
         """
         if self._first_order is None:
             if self._are_hooks_learning and not self._gradients.is_learning:
@@ -137,9 +121,9 @@ class Reducer:
         self._first_order = None
         self.has_rebuilt = True
         self._group.wait(self._group.broadcast(order, 0), self._device)
-        self.order = order.tolist()
-        plan = self.layout.plan(self.order)
-        if self._gradients.is_static or not self.layout.holds(plan):  # static: replace the learning hooks
+        plan = self.layout.plan(order.tolist())
+        present = tuple(bucket.spec for bucket in self.buckets)
+        if self._gradients.is_static or plan != present:  # static: replace the learning hooks
             self._apply(plan)
 
     def _note_order(self, order: Sequence[int]) -> None:
@@ -164,9 +148,8 @@ class Reducer:
     def _add_hooks(self) -> None:
         """Register a hook on each parameter, also if its `requires_grad` is off at the moment."""
         self._are_hooks_learning = self._gradients.is_learning
-        make = self._make_learning_hook if self._are_hooks_learning else self._make_hook
         for index, (bucket, position) in self.layout.where.items():
-            hook, parameter = make(bucket, position, index), self._params[index]
+            hook, parameter = self._make_hook(bucket, position, index), self._params[index]
             if bucket.streams is not None:
                 hook = _noting_stream(hook, bucket.streams.note)
             is_on = parameter.requires_grad
@@ -174,27 +157,13 @@ class Reducer:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(is_on)
 
-    def _make_learning_hook(self, bucket: Bucket, _position: int, index: int) -> _Hook:
-        """Return a hook for the first backward of a static graph, which only records the gradient."""
-        owner = weakref.ref(self)
-
-        def ready(_parameter: torch.Tensor) -> None:
-            if not bucket.armed:
-                return
-            bucket.ready.append(index)
-            reducer = owner()
-            if reducer is not None:
-                reducer.begin()
-
-        return ready
-
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
         """Return a hook that counts down the bucket: the hottest code of a step.
 
         It refers to the reducer weakly, so that parameters do not keep the reducer alive.
         """
         owner = weakref.ref(self)
-        is_early = position in bucket.early
+        is_early = position in bucket.early and not self._are_hooks_learning
         note_unsynced = self._gradients.unsynced.add if self._gradients.finds_unused else None
 
         def ready(_parameter: torch.Tensor) -> None:
@@ -224,16 +193,15 @@ class Reducer:
             with self._hooks_renewed():
                 self.layout.leave_shared_memory()
             if self._backward is not None and self._backward.is_armed:
-                self._arm_buckets(self._backward)
+                self._gradients.arm(self._backward.ready)
 
     def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
-        """Expect every parameter's gradient in the next backward.
+        """Expect the gradients of the next backward.
 
         If the last backward was interrupted, wait for the reductions that it had launched.
 
         Args:
-            outputs: tensors from which the backward starts, in nested containers. With
-                `find_unused_parameters` their graph shows early which parameters get no gradient.
+            outputs: tensors from which the backward starts, in nested containers.
             absent: parameters that get no gradient on any rank, besides those with `requires_grad` off.
 
         Raises:
@@ -246,14 +214,10 @@ class Reducer:
         state = BackwardState()
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         self._gradients.prepare(tensors, absent)
-        self._arm_buckets(state)
+        self._gradients.arm(state.ready)
         self._backward = state
         for tensor in tensors:
             tensor.register_hook(self._make_start_hook())
-
-    def _arm_buckets(self, state: BackwardState) -> None:
-        for bucket in self.buckets:
-            bucket.arm(self._gradients.num_in(bucket), state.ready)
 
     def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
         """Return a hook for an output, which runs first, and in the outermost of nested backwards."""
@@ -342,12 +306,7 @@ class Reducer:
                 following = buckets[state.num_taken]
                 if following.streams is not None:  # it may have become full on another stream
                     following.streams.join()
-                self.recorder.launching()
-                try:
-                    self.reduction.launch(following, state, self._watch(state))
-                except (CommHookError, MissingGradientError) as error:
-                    self.failures.note(error)
-                    raise
+                self.reduction.launch(following, state)
                 self.recorder.launched(state.num_taken, following.work)
                 state.num_taken += 1
 
@@ -367,21 +326,47 @@ class Reducer:
         assert state is not None
         self.recorder.end_backward()
         self.disarm()
-        if self._gradients.is_learning:  # first step of a static graph: nothing was launched yet
+        self._close_buckets(state)
+        absent = self._gradients.absent()
+        exchange = self._gradients.start_exchange(absent)
+        self._note_order(state.ready)
+        self._hand_out(state)
+        self._gradients.settle(absent, exchange)
+        while self.futures:
+            future = self.futures.pop()
+            self._group.wait_done(future)
+            future.wait()
+        if state.creates_graph:
+            refuse_double_backward(self._params)
+        self.recorder.finish()
+        self._backward = None
+
+    def _close_buckets(self, state: BackwardState) -> None:
+        """Launch the buckets that are not launched yet, or raise an error if gradients are missing."""
+        if self._gradients.is_learning:
             self._gradients.learn(state.ready)
             for bucket in self.buckets:
                 self._fill(bucket, state)
         elif state.num_taken < len(self.buckets):
-            self._complete(state)
-        absent = self._gradients.absent()
-        exchange = self._gradients.start_exchange(absent)
-        missing = frozenset(absent)
-        self.is_absent_static = self.is_absent_static and self.absent in (None, missing)
-        self.absent, self.num_reduced = missing, state.num_launched
-        if not state.is_skipped:
-            self._note_order(state.ready)
-        if self.before_finish is not None:
-            self.before_finish()
+            late = self._gradients.late(state)
+            if not self._gradients.may_lack:
+                self._raise_missing(late, state)
+            for bucket in self._gradients.mark_absent(late):
+                self._fill(bucket, state)
+
+    def _raise_missing(self, late: Sequence[int], state: BackwardState) -> NoReturn:
+        error = self.failures.missing(state.step, late, state.num_taken)
+        self._backward = None
+        self._abandon(state, waits=error.can_continue)
+        try:
+            raise error
+        finally:
+            del error  # A cycle of the error and this frame would keep the process group alive.
+
+    def _hand_out(self, state: BackwardState) -> None:
+        """Wait for the buckets in launch order, and write their means to `.grad`."""
+        if self._before_finish is not None:
+            self._before_finish()
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait(bucket, state)
@@ -393,40 +378,17 @@ class Reducer:
         if self._device.type == "cuda":
             label = f"averaging of gradients, backward {state.step}"
             self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
-        self._gradients.settle(absent, exchange)
-        while self.futures:
-            self._group.wait_future(self.futures.pop())
-        if state.creates_graph:
-            refuse_double_backward(self._params)
-        self.recorder.finish()
-        self._backward = None
-
-    def _complete(self, state: BackwardState) -> None:
-        """Fill the buckets that are not full at the end of a backward, or raise an error."""
-        full, error = self._gradients.complete(state)
-        for bucket in full:
-            self._fill(bucket, state)
-        if error is None:
-            return
-        self._backward = None
-        self._abandon(state, waits=error.num_launched is not None)  # the same on all ranks
-        try:
-            raise error
-        finally:
-            del error  # A cycle of the error and this frame would keep the process group alive.
 
     def shadow_backward(self) -> None:
-        """Take part in the communication of one synchronized backward of the others, with zeros.
-
-        For a rank that has no input left. Its gradients do not change.
+        """Take part in a synchronized backward of the others, with zeros, on a rank without input.
 
         Collective: all other ranks run their backward meanwhile.
         """
-        state = BackwardState()
+        state = BackwardState(num_taken=len(self.buckets))
         self._count_step(state)
         zeros = [bucket.zeros() for bucket in self.buckets]
         for bucket in zeros:
-            self.reduction.launch(bucket, state, self._watch(state))
+            self.reduction.launch(bucket, state)
         exchange = self._gradients.start_exchange(None)
         for bucket in zeros:
             if bucket.work is not None:
@@ -437,7 +399,7 @@ class Reducer:
     def _wait(self, bucket: Bucket, state: BackwardState) -> None:
         try:
             self.reduction.wait(bucket, state, self._watch(state))
-        except (CommHookError, MissingGradientError) as error:
+        except MissingGradientError as error:
             self.failures.note(error)
             raise
 

@@ -1,26 +1,19 @@
-"""Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook.
-
-Gradients in no bucket are reduced together, when the gradient of one chosen parameter is ready.
-"""
+"""Reduction of one bucket over the ranks: by an all-reduce, or by a communication hook."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_ddp._torch import Future, queue_callback, without_engine_context
+from lightning_ddp._torch import Future, without_engine_context
 from lightning_ddp.catalogue import hook_name
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced, chunks
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.bucket import Bucket, GradientStreams
-from lightning_ddp.ddp.hook_agreement import Disagreement, HookAgreement
-from lightning_ddp.errors import CommHookError, MissingGradientError
+from lightning_ddp.ddp.bucket import Bucket
+from lightning_ddp.errors import CommHookError
 from lightning_ddp.shm.shared_memory import Deferred, SharedMemory, Worker
 
 _INLINE_BYTES = 2 * 1024 * 1024
@@ -32,14 +25,18 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
 
 
+def _ignore(_waited_s: float) -> None:
+    """Do nothing in a slice of a wait."""
+
+
 @dataclass(slots=True)
 class BackwardState:
-    """State of the next or running backward, shared by the reducer, its buckets and their reduction."""
+    """State of the next or running backward, made by its forward and dropped when it is over."""
 
     step: int = -1
     """Number of the backward, the same on all ranks; -1 until its first gradient arrives."""
     begun_at: float = 0.0
-    """Time at which the first gradient arrived, in seconds of `time.monotonic`."""
+    """Time of the first gradient, in seconds of `time.monotonic`."""
     is_armed: bool = True
     """True while gradients are averaged; False after the backward, or after a forward without sync."""
     creates_graph: bool = False
@@ -48,11 +45,7 @@ class BackwardState:
     """Indices of the parameters whose gradients have arrived, in order of arrival."""
     num_taken: int = 0
     """Number of buckets, in launch order, that have been passed to the reduction."""
-    num_launched: int = 0
-    """Number of buckets whose reduction was started: without skipped buckets."""
-    is_skipped: bool = False
-    """True if the backward has ended without any gradient on any rank."""
-    on_slice: Callable[[float], None] | None = None
+    on_slice: Callable[[float], None] = _ignore
     """Callback of a reduction by the waiting thread, called with the seconds waited so far."""
 
     @property
@@ -60,30 +53,18 @@ class BackwardState:
         """True once the first gradient has arrived."""
         return self.step >= 0
 
-    def note_slice(self, waited_s: float) -> None:
-        """Call the present `on_slice`, which may be set after this method was passed on."""
-        if self.on_slice is not None:
-            self.on_slice(waited_s)
-
 
 class Reduction:
     """Start of the reduction of full buckets, and wait for it.
 
     All ranks must call its methods in the same order. The flat buffers lie in `memory`, if the ranks share
-    memory; else they are reduced by the group. The token is the same on all ranks, different for every
-    reducer.
+    memory; else they are reduced by the group.
     """
 
-    def __init__(
-        self, group: Group, device: torch.device, token: str, memory: SharedMemory | None = None
-    ) -> None:
+    def __init__(self, group: Group, memory: SharedMemory | None = None) -> None:
         self._group = group
         self._memory = memory
         self._worker = Worker(group.interrupt.activity.busy if group.interrupt is not None else None)
-        self._device = device
-        self._token = token
-        self._num_hooks = 0
-        self._agreement: HookAgreement | None = None
         self.hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the built-in mean."""
         self.state: Any = None
@@ -94,9 +75,6 @@ class Reduction:
         self.hook = hook
         self._memory = None
         self.state = state
-        self._num_hooks += 1
-        prefix = f"{self._token}/{self._num_hooks}"
-        self._agreement = HookAgreement(self._group, prefix, self._device, state, hook)
         self.scale = None
 
     def set_divisor(self, divisor: int) -> None:
@@ -108,45 +86,27 @@ class Reduction:
         """Stop the thread of the transport; a later launch would start another thread."""
         self._worker.end()
 
-    def launch(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Start the reduction of a full bucket, the next in the launch order of all ranks.
-
-        Args:
-            bucket: the full bucket.
-            state: the backward that it belongs to.
-            on_slice: called repeatedly with the seconds for which a new hook has waited for the other ranks;
-                may raise.
-
-        Raises:
-            CommHookError: the hook raised, returned no future, or differs between the ranks.
-        """
+    def launch(self, bucket: Bucket, state: BackwardState) -> None:
+        """Start the reduction of a full bucket, the next in the launch order of all ranks."""
         if bucket.is_skipped or not bucket.flat.numel():
             return
-        state.num_launched += 1
         if self.hook is None:
             bucket.work = self._start_mean(bucket, state)
             return
-        assert self._agreement is not None  # set together with the hook
-        is_known = self._agreement.is_over(state.step)
         try:
-            with without_engine_context(), nullcontext() if is_known else self._agreement.launching(on_slice):
-                bucket.work = self._checked(bucket, state, self.hook(self.state, bucket))
-        except (CommHookError, MissingGradientError):
-            raise
-        except Disagreement as error:
-            raise self._error(bucket, state, str(error)) from error
+            with without_engine_context():
+                future = self.hook(self.state, bucket)
         except Exception as error:
             raise self._error(bucket, state, f"raised {type(error).__name__}: {error}") from error
-
-    def _checked(self, bucket: Bucket, state: BackwardState, future: Any) -> Any:
         if not isinstance(future, Future):  # also the type that get_future() of a work returns
+            kind = type(future).__name__
             raise self._error(
                 bucket,
                 state,
-                f"returned {type(future).__name__}: callback must return a torch.futures.Future object, but"
-                f" got {type(future).__name__}; make one of the flat gradient",
+                f"returned {kind}: callback must return a torch.futures.Future object, but got {kind}; make"
+                " one of the flat gradient",
             )
-        return future
+        bucket.work = future
 
     def _start_mean(self, bucket: Bucket, state: BackwardState) -> Any:
         memory, flat = self._memory, bucket.flat
@@ -159,16 +119,11 @@ class Reduction:
         begin: Callable[[], Any] = partial(self._worker.submit, job)
         is_short = bucket.is_last() and flat.nbytes <= _INLINE_BYTES
         if memory.is_one_host and (is_short or not memory.has_spare_processor):
-            begin = partial(Deferred, partial(job, on_slice=state.note_slice))
+            begin = partial(Deferred, partial(job, on_slice=lambda waited_s: state.on_slice(waited_s)))
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
-        """Wait until a launched bucket's flat buffer holds the result; call `on_slice` meanwhile.
-
-        Raises:
-            CommHookError: the hook's future failed, or holds no flat gradient.
-            RuntimeError: the all-reduce failed.
-        """
+        """Wait until a launched bucket's flat buffer holds the result; call `on_slice` meanwhile."""
         work = bucket.work
         if self.hook is None:
             state.on_slice = on_slice  # for a deferred job, which this thread runs now
@@ -205,82 +160,3 @@ class Reduction:
             f" (bucket {bucket.index()}, {bucket.flat.numel()} elements,"
             f" parameters {bucket.names[0]!r} to {bucket.names[-1]!r})"
         )
-
-
-# ---------------------------------------------------------------------- gradients in no bucket
-
-
-class DelayedAllReduce:
-    """Flat buffers with the gradients of some parameters, averaged after a trigger.
-
-    torch's `delay_all_reduce_named_params` and `param_to_hook_all_reduce`: for gradients to which several
-    forwards of one step add, so that the number of arrived gradients does not show when they are complete.
-
-    Construction broadcasts rank 0's parameters.
-
-    Collective: all ranks must call it.
-
-    Args:
-        group: the ranks.
-        parameters: parameters whose gradients are averaged; the same on all ranks, in the same order.
-        trigger: parameter whose gradient is ready after all others.
-        is_on: returns True if the running backward is synchronized.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        parameters: Sequence[torch.nn.Parameter],
-        trigger: torch.nn.Parameter,
-        is_on: Callable[[], bool],
-    ) -> None:
-        self.group = group
-        self._is_on = is_on
-        self._works: list[tuple[Any, torch.device]] = []
-        self._flats: list[torch.Tensor] = []
-        self._places: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        for same in chunks(parameters, math.inf):
-            flat = same[0].new_zeros(sum(p.numel() for p in same))
-            self._flats.append(flat)
-            parts = flat.split([p.numel() for p in same])
-            self._places += [(p, part.view(p.shape)) for p, part in zip(same, parts, strict=True)]
-        broadcast_coalesced(group, list(parameters))
-        self._streams = {f.device: GradientStreams(f.device) for f in self._flats if f.is_cuda}
-        on_streams = [p for p in parameters if p.device in self._streams]
-        self._handles = [p.register_post_accumulate_grad_hook(self._note_stream) for p in on_streams]
-        # Registered last: the trigger may be one of the parameters, whose stream must be recorded before.
-        self._handles.append(trigger.register_post_accumulate_grad_hook(self._launch))
-
-    def prepare(self) -> None:
-        """Make every `.grad` a view of its buffer before a backward; zero where there was none."""
-        for streams in self._streams.values():
-            streams.clear()
-        with torch.no_grad():
-            for parameter, view in self._places:
-                if parameter.grad is None:
-                    view.zero_()
-                elif parameter.grad is not view:
-                    view.copy_(parameter.grad)
-                parameter.grad = view
-
-    def _note_stream(self, parameter: torch.Tensor) -> None:
-        self._streams[parameter.device].note()
-
-    def _launch(self, _trigger: torch.Tensor) -> None:
-        if not self._is_on():
-            return
-        for streams in self._streams.values():
-            streams.join()
-        with torch.no_grad():
-            for flat in self._flats:
-                self._works.append((self.group.all_reduce(flat.div_(self.group.size)), flat.device))
-        queue_callback(self._finish)
-
-    def _finish(self) -> None:
-        while self._works:
-            self.group.wait(*self._works.pop(0))
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]  # has no stubs
-import torch
 
+import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import (
     Trainer,
     after_schedulers,
@@ -30,52 +29,31 @@ from lightning_ddp.launch.job_context import JobContext
 
 __all__ = ["EmergencyCheckpoint", "EmergencyObserver"]
 
-_FOLDER = "emergency"
-
 
 class EmergencyObserver(StepObserver):
     """Observer of a fit whose only provision for a failure is its last checkpoint.
 
     From the end of a backward until the schedulers have followed the optimizer the main thread is not
     interrupted, unless it waits for other ranks: a step is committed as a whole.
-
-    Args:
-        trainer: the Trainer of the fit.
-        communication: its hook and averager.
-        session: context of this process's job.
     """
 
     ledger: StepLedger
 
-    def __init__(self, trainer: Trainer, communication: Communication, session: JobContext) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, communication: Communication, context: JobContext) -> None:
         self.ledger = StepLedger(trainer, communication, keeps_marks=False)
-        self._session = session
+        self._context = context
         before_batches(trainer, self.ledger.reach_boundary)
         before_updates(trainer, self.ledger.begin_update)
         after_schedulers(trainer, self._end_batch)
 
-    def begin_fit(self) -> None:
-        """Forget where an earlier fit has ended."""
-        self.ledger.begin_fit()
-
-    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Note that a backward begins."""
-        self.ledger.begin_backward()
-        return loss
-
     def end_backward(self) -> None:
         """Keep the main thread from being interrupted in the update that follows."""
         if self.ledger.is_automatic:
-            self._session.control.alarm.defer(True)
-
-    def end_step(self) -> None:
-        """Note that an optimizer step is finished."""
-        self.ledger.take_step()
+            self._context.control.alarm.defer(True)
 
     def _end_batch(self) -> None:
         self.ledger.end_batch()
-        ours = self._session.control
+        ours = self._context.control
         if not ours.is_over:
             ours.alarm.defer(False)
             ours.interrupt.check()
@@ -85,24 +63,14 @@ class EmergencyCheckpoint:
     """The checkpoint of one fit that a failure ends: of the last step in its ledger.
 
     Args:
-        trainer: the Trainer of the fit.
         ledger: ledger of its steps.
-        folder: where; None for `emergency/` beside that of its checkpoints, if it makes any.
-        complete: adds to a checkpoint what Lightning does not know.
-        ours: supervision of this process.
+        folder: folder to save to; None for `emergency/` beside that of its checkpoints, if it makes any.
+        ours: supervision of this process, which calls `save`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        ledger: StepLedger,
-        folder: str | None,
-        *,
-        complete: Callable[[dict[str, Any], str], None],
-        ours: FailureHandler,
-    ) -> None:
-        self._trainer, self._ledger, self._folder = trainer, ledger, folder
-        self._complete, self._ours = complete, ours
+    def __init__(self, ledger: StepLedger, folder: str | None, ours: FailureHandler) -> None:
+        self._ledger, self._folder, self._ours = ledger, folder, ours
+        self._trainer = ledger.trainer
         self._first_step = ledger.step
         ours.save_last = self.save
 
@@ -129,7 +97,7 @@ class EmergencyCheckpoint:
             return None
         beside = getattr(callbacks[0], "dirpath", None) or f"{self._trainer.default_root_dir}/checkpoints"
         parent, _, _ = str(beside).rstrip("/").rpartition("/")
-        return f"{parent}/{_FOLDER}"
+        return f"{parent}/emergency"
 
     def _settle(self) -> str | None:
         """Make the state that of the last committed step; return the reason if it cannot be."""
@@ -148,11 +116,12 @@ class EmergencyCheckpoint:
         return None
 
     def _write(self, folder: str) -> str:
+        trainer: Any = self._trainer
         loaders = self._ledger.loaders if self._ledger.must_redo else None  # else the present ones are right
-        checkpoint = dump_checkpoint(self._trainer, loaders)
-        path = _unused(f"{folder.rstrip('/')}/emergency-step={self._trainer.global_step}", ".ckpt")
-        self._complete(checkpoint, path)
-        files: Any = self._trainer.strategy.checkpoint_io
+        checkpoint = dump_checkpoint(trainer, loaders)
+        path = _unused(f"{folder.rstrip('/')}/emergency-step={trainer.global_step}", ".ckpt")
+        rank_files.add_shared(self._ledger.communication, checkpoint, path, trainer.world_size)
+        files = trainer.strategy.checkpoint_io
         files = getattr(files, "checkpoint_io", None) or files  # that of an asynchronous one
         if "://" in folder:
             files.save_checkpoint(checkpoint, path)
@@ -166,9 +135,8 @@ class EmergencyCheckpoint:
 
 def _unused(stem: str, ending: str) -> str:
     """Return the path of a new file, numbered as Lightning numbers its own (`-v1`) if another run has one."""
-    path = stem + ending
+    path, number = stem + ending, 0
     system, _ = fsspec.core.url_to_fs(path)
-    number = 0
     while system.exists(path):
         number += 1
         path = f"{stem}-v{number}{ending}"

@@ -45,23 +45,20 @@ def share_of(
 
 
 class DealtSampler(Sampler[Any]):
-    """Distributed sampler that can deal the rest of an epoch anew; the same as another one until then.
+    """Distributed sampler that can deal the rest of an epoch anew; the same as `inner` until then.
 
-    Args:
-        inner: has `num_replicas`, `rank` and `set_epoch`, as torch's `DistributedSampler`.
-        batch_size: of one rank.
-        avoids_one: whether a last batch of a single sample gets another one, which is repeated.
-        fills: whether ranks are dealt equally many samples, some of them repeated.
+    With `avoids_one` a last batch of a single sample gets another one, which is repeated; with `fills` ranks
+    are dealt equally many samples, some of them repeated.
     """
 
     def __init__(self, inner: Any, batch_size: int, *, avoids_one: bool = False, fills: bool = True) -> None:
         self.inner = inner
-        self._fills = fills
-        self._inner_fills = True
+        self._fills, self._inner_fills = fills, True
         self._batch_size = batch_size
         self._avoids_one = avoids_one and batch_size > 1
         self._rest: list[Any] | None = None
-        self._num_used = self.num_batches = self._epoch = self._most_of_rest = 0
+        """This rank's part of the rest of the epoch, once that is dealt anew."""
+        self._num_used = self._num_left = self.num_batches = self._epoch = 0
         self._order: list[Any] | None = None
         """Order of this epoch, if it is known: it may be drawn only once."""
         self.has_changed = False
@@ -70,38 +67,46 @@ class DealtSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self._rest is not None:
             return iter(self._rest)
-        if type(self.inner) is DistributedSampler and not self.has_changed:
+        if self._is_plain and not self.has_changed:
             return iter(self.inner)
         self._order = None
         return iter(self._share(self.order()))
 
     def _share(self, dealt: Sequence[Any]) -> list[Any]:
-        """Return this rank's part of an order; among the first ranks as the sampler inside deals it."""
-        inner = self.inner
-        fills = self._fills if self.has_changed else self._inner_fills
-        share = share_of(dealt, inner.rank, inner.num_replicas, drops_last=self.drops_last, fills=fills)
-        return share + share[:1] if self._is_one_over(len(share)) else share
+        rank, ranks = self.inner.rank, self.inner.num_replicas
+        share = share_of(dealt, rank, ranks, drops_last=self.drops_last, fills=self._fills_now)
+        return share + share[: self._num_repeated(len(share))]
 
     def __len__(self) -> int:
-        if self._rest is not None:
-            return len(self._rest)
-        length = len(self.inner)
-        if self.has_changed and not self._fills and not self.drops_last:
-            length = len(range(self.inner.rank, len(self.inner.dataset), self.inner.num_replicas))
-        return length + self._is_one_over(length)
+        return self._length(self.inner.rank) if self.has_changed else len(self.inner)
 
     @property
     def most(self) -> int:
         """Number of samples of the first rank, which none has more of."""
-        if self._rest is not None:
-            return self._most_of_rest
-        if self._inner_fills if not self.has_changed else self._fills:
-            return len(self)
-        size, world_size = len(self.inner.dataset), int(self.inner.num_replicas)
-        return size // world_size if self.drops_last else math.ceil(size / world_size)
+        return self._length(0)
 
-    def _is_one_over(self, length: int) -> bool:
-        return self._avoids_one and self.has_changed and length % self._batch_size == 1
+    def _length(self, rank: int) -> int:
+        total = self._num_left if self._rest is not None else len(self.inner.dataset)
+        ranks = int(self.inner.num_replicas)
+        if self.drops_last:
+            length = total // ranks
+        elif self._fills_now:
+            length = math.ceil(total / ranks)
+        else:
+            length = len(range(rank, total, ranks))
+        return length + self._num_repeated(length)
+
+    def _num_repeated(self, length: int) -> int:
+        """Return how many samples a last batch of one gets."""
+        return int(self._avoids_one and self.has_changed and length % self._batch_size == 1)
+
+    @property
+    def _fills_now(self) -> bool:
+        return self._fills if self.has_changed else self._inner_fills
+
+    @property
+    def _is_plain(self) -> bool:
+        return type(self.inner) is DistributedSampler
 
     @property
     def drops_last(self) -> bool:
@@ -124,7 +129,7 @@ class DealtSampler(Sampler[Any]):
 
     def order(self) -> list[Any]:
         """Return the samples of the whole epoch in their order."""
-        if type(self.inner) is DistributedSampler:
+        if self._is_plain:
             return _order_of(self.inner)
         if self._order is None:
             self._order = _order_of(self.inner)
@@ -137,7 +142,7 @@ class DealtSampler(Sampler[Any]):
             ConfigurationError: a copy for one rank does not give the order that is dealt in turn.
         """
         inner = self.inner
-        if type(inner) is DistributedSampler:
+        if self._is_plain:
             return
         random = RandomStates()
         mine = list(inner)
@@ -159,14 +164,13 @@ class DealtSampler(Sampler[Any]):
 
     def state(self) -> Any:
         """Return the used part of the epoch and its order, for `load` in a process that joins."""
-        order = None if type(self.inner) is DistributedSampler else self.order()
+        order = None if self._is_plain else self.order()
         return self._num_used, self.num_batches, self.inner.num_replicas, order
 
     def load(self, state: Any) -> None:
         """Take over the used part from another rank, before `deal`."""
-        self._num_used, self.num_batches, num_replicas, order = state
+        self._num_used, self.num_batches, num_replicas, self._order = state
         set_ranks(self.inner, 0, num_replicas)
-        self._order = order
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Deal the rest of the epoch, of which each rank has used some batches, over other ranks."""
@@ -175,16 +179,13 @@ class DealtSampler(Sampler[Any]):
         rest = self.order()[self._num_used :]
         set_ranks(self.inner, rank, world_size)
         self.has_changed = True
-        self._rest = self._share(rest)
-        self._most_of_rest = len(share_of(rest, 0, world_size, drops_last=self.drops_last, fills=self._fills))
+        self._rest, self._num_left = self._share(rest), len(rest)
 
 
 class SplitBatches:
-    """Batch sampler that can split the batches of all ranks over fewer; the same as another one until then.
+    """Batch sampler that can split the batches of all ranks over fewer; the same as `inner` until then.
 
-    Args:
-        inner: whose `sampler` is distributed.
-        num_ranks: that there were at first, whose batches together are the global batch.
+    The batches of the `num_ranks` that there were at first are the global batch.
     """
 
     def __init__(self, inner: Any, num_ranks: int) -> None:
@@ -193,6 +194,7 @@ class SplitBatches:
         inner.sampler = self.sampler
         self.inner = inner
         self._num_ranks = num_ranks
+        self._global_size = num_ranks * int(inner.batch_size)
         self._part: tuple[int, int] | None = None
 
     @property
@@ -206,7 +208,7 @@ class SplitBatches:
         order, drops_last = self.sampler.order(), self.sampler.drops_last
         shares = [share_of(order, r, self._num_ranks, drops_last=drops_last) for r in range(self._num_ranks)]
         dealt = [sample for row in zip(*shares, strict=True) for sample in row]
-        size = self._num_ranks * int(self.batch_size)
+        size = self._global_size
         batches = [dealt[start : start + size] for start in range(0, len(dealt), size)]
         return batches[:-1] if batches and self.drop_last and len(batches[-1]) < size else batches
 
@@ -219,7 +221,7 @@ class SplitBatches:
     def __len__(self) -> int:
         if self._part is None:
             return len(self.inner)
-        batches = self._num_samples / (self._num_ranks * int(self.batch_size))
+        batches = self._num_samples / self._global_size
         return (math.floor(batches) if self.drop_last else math.ceil(batches)) - self.sampler.num_batches
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
@@ -231,8 +233,7 @@ class SplitBatches:
         if self._part is None:
             return 1.0
         rank, world_size = self._part
-        most = self._num_ranks * int(self.batch_size)
-        size: int = min(most, self._num_samples - number * most)
+        size = min(self._global_size, self._num_samples - number * self._global_size)
         return len(range(rank, size, world_size)) * world_size / size
 
 
@@ -240,7 +241,7 @@ def _order_of(sampler: Any) -> list[Any]:
     """Return the order of the whole epoch, which a distributed sampler for one rank has."""
     alone = copy.copy(sampler)
     set_ranks(alone, 0, 1)
-    return list(iter(alone))
+    return list(alone)
 
 
 def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
@@ -254,12 +255,9 @@ def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
 
 
 class Dealer:
-    """The samplers of the training dataloaders of one run.
+    """The samplers of the training dataloaders of one run, which begins with all ranks.
 
-    Args:
-        trainer: whose, with all ranks that there are at first.
-        keeps_global: whether the batch of all ranks together stays as large; else that of each rank does.
-        fills: whether ranks get equally many samples, some of them repeated.
+    With `keeps_global` the global batch keeps its size, else that of each rank does.
     """
 
     def __init__(self, trainer: Trainer, *, keeps_global: bool, fills: bool) -> None:
@@ -271,10 +269,6 @@ class Dealer:
     @property
     def _loaders(self) -> list[Any]:
         return loaders_of(self._trainer.fit_loop)
-
-    @property
-    def _samplers(self) -> list[DealtSampler]:
-        return [loader.batch_sampler.sampler for loader in self._loaders]
 
     def adopt(self, loader: Any) -> Any:
         """Take over a dataloader's sampler; return the loader.
@@ -293,18 +287,15 @@ class Dealer:
             )
         if isinstance(inner, DealtSampler):
             return loader
-        if not self._keeps_global:
-            size = int(batches.batch_size)
-            batches.sampler = sampler = DealtSampler(
-                inner, size, avoids_one=self._avoids_one, fills=self._fills
-            )
-        else:
-            split = SplitBatches(batches, self._num_ranks)
-            vars(loader)["batch_sampler"] = split  # which a DataLoader does not let be set
-            sampler = split.sampler
+        if self._keeps_global:
+            batches = SplitBatches(batches, self._num_ranks)
+            vars(loader)["batch_sampler"] = batches  # which a DataLoader does not let be set
             if self._part is not None:  # a new loader, of fewer ranks
-                split.deal(0, *self._part)
-        sampler.check()
+                batches.deal(0, *self._part)
+        else:
+            size = int(batches.batch_size)
+            batches.sampler = DealtSampler(inner, size, avoids_one=self._avoids_one, fills=self._fills)
+        batches.sampler.check()
         return loader
 
     def most(self, loader: Any) -> int:
@@ -344,9 +335,9 @@ class Dealer:
 
     def state(self) -> list[Any]:
         """Return the used part of the epoch, of each loader."""
-        return [sampler.state() for sampler in self._samplers]
+        return [loader.batch_sampler.sampler.state() for loader in self._loaders]
 
     def load(self, states: list[Any]) -> None:
         """Take over the used part from another rank, before `deal`."""
-        for sampler, state in zip(self._samplers, states, strict=True):
-            sampler.load(state)
+        for loader, state in zip(self._loaders, states, strict=True):
+            loader.batch_sampler.sampler.load(state)

@@ -32,40 +32,29 @@ def check_arguments(
     averager: AveragerPlan | None,
 ) -> None:
     """Raise a ConfigurationError if arguments of the strategy ask for what cannot continue without a rank."""
+    is_global, is_local = settings.batch == "global", averager is not None
     if isinstance(settings, ReplaceSettings) and start_method != "popen":
         _refuse(
             f"start_method={start_method!r} and new processes",
             "those processes run the script again, or are forks of a process that has imported it",
-            "start_method='popen', with `python -m lightning_ddp run` to replace any rank, or"
-            " on_failure='shrink'",
+            "start_method='popen', with `python -m lightning_ddp run` to replace any rank, or 'shrink'",
         )
     if uneven_inputs == "error":
+        _refuse("uneven_inputs='error'", "some ranks may have one batch less then", "uneven_inputs='join'")
+    if uneven_inputs is not None and (is_local or is_global):
         _refuse(
-            "uneven_inputs='error'",
-            "some ranks may have one batch less when the rest of an epoch is redistributed",
-            "uneven_inputs='join' or None",
-        )
-    if uneven_inputs is not None and (averager is not None or settings.batch == "global"):
-        _refuse(
-            "uneven_inputs and " + ("model_averaging" if averager is not None else "batch='global'"),
+            "uneven_inputs and " + ("model_averaging" if is_local else "batch='global'"),
             "ranks that take local steps, or share one batch, do not run out of batches together",
             "uneven_inputs=None",
         )
     if hook == "noop":
-        _refuse("the hook 'noop'", "each rank trains a model of its own", "another hook of available_hooks()")
+        _refuse("the hook 'noop'", "each rank trains a model of its own", "another hook")
     if hook_has_state:
-        _refuse(
-            "ddp_comm_state",
-            "changes of this state within a step cannot be undone",
-            "a hook by its name in available_hooks()",
-        )
+        _refuse("ddp_comm_state", "its changes within a step cannot be undone", "a hook by its name")
     if averager is not None and getattr(averager.options, "intra_node_gradients", False):
-        _refuse(
-            "intra_node_gradients=True",
-            "nodes may have different numbers of ranks after a loss",
-            "model_averaging='diloco'",
-        )
-    if averager is not None and settings.batch == "global":
+        why = "nodes may have different numbers of ranks after a loss"
+        _refuse("intra_node_gradients=True", why, "model_averaging='diloco'")
+    if is_local and is_global:
         _refuse("batch='global'", "local training has no batch of all ranks", "batch='rank'")
 
 
@@ -79,59 +68,47 @@ def check_training(
     device_type: str,
     is_averaging: bool,
 ) -> None:
-    """Raise a ConfigurationError if the Trainer, or the place where it runs, does so."""
+    """Raise a ConfigurationError if a Trainer, or the place where it runs, is of this kind."""
     if num_nodes > 1 and start_method != "popen":
-        _refuse(
-            f"num_nodes={num_nodes} and start_method={start_method!r}",
-            "on the other nodes, the process that waits for its ranks ends all of them when one has died",
-            "start_method='popen'",
-        )
+        what = f"num_nodes={num_nodes} and start_method={start_method!r}"
+        why = "on the other nodes, the launching process ends all of them when one has died"
+        _refuse(what, why, "start_method='popen'")
     if is_external:
-        _refuse(
-            "processes of torchrun or SLURM",
-            "these end all ranks when one has died",
-            "`python train.py`, which starts the processes itself",
-        )
+        why = "these end all ranks when one has died"
+        _refuse("processes of torchrun or SLURM", why, "`python train.py`")
     if device_type not in ("cpu", "cuda"):
-        _refuse(
-            f"devices of type {device_type!r}",
-            "this package does not know when their collectives have ended",
-            "Trainer(accelerator='cpu')",
-        )
+        why = "this package does not know when their collectives have ended"
+        _refuse(f"devices of type {device_type!r}", why, "Trainer(accelerator='cpu')")
     if device_type != "cpu" and is_averaging:
-        _refuse(
-            f"model_averaging on devices of type {device_type!r}",
-            "an abort would leave only some parameters averaged",
-            "Trainer(accelerator='cpu')",
-        )
+        what = f"model_averaging on devices of type {device_type!r}"
+        _refuse(what, "an abort would leave only some parameters averaged", "Trainer(accelerator='cpu')")
     if not trainer.lightning_module.automatic_optimization:
+        why = "a batch with several optimizer steps may be committed in part"
+        _refuse("manual optimization", why, "automatic_optimization=True")
+    for config in trainer.lr_scheduler_configs if settings.batch == "rank" else ():
+        _check_schedule(trainer, config, settings.min_world_size)
+
+
+def _check_schedule(trainer: Any, config: Any, num_ranks: int) -> None:
+    """Refuse a schedule whose end a fit can pass, as an epoch has more steps with fewer ranks."""
+    end = getattr(config.scheduler, "total_steps", None)
+    has_max_epochs = trainer.max_epochs is not None and trainer.max_epochs >= 0
+    if end is None or (config.interval == "epoch" and has_max_epochs):
+        return
+    most = _most_steps(trainer, num_ranks)
+    if most >= (end + 1) * config.frequency:  # torch raises at the first one after the end
         _refuse(
-            "manual optimization",
-            "a batch with several optimizer steps may be committed in part",
-            "automatic_optimization=True",
+            f"{type(config.scheduler).__name__} and batch='rank'",
+            f"it ends after {end} steps, and an epoch has more steps with fewer ranks: with {num_ranks} ranks"
+            " from the beginning " + ("there is no end" if math.isinf(most) else f"the fit takes {most:.0f}"),
+            f"batch='global', or Trainer(max_steps={end * config.frequency}), or a larger min_world_size",
         )
-    for config in trainer.lr_scheduler_configs:
-        end = getattr(config.scheduler, "total_steps", None)
-        if end is None or settings.batch != "rank":
-            continue
-        if config.interval == "epoch" and trainer.max_epochs is not None and trainer.max_epochs >= 0:
-            continue  # of which there are as many with any number of ranks
-        most = _most_steps(trainer, settings.min_world_size)
-        if most >= (end + 1) * config.frequency:  # torch raises at the first one after the end
-            _refuse(
-                f"{type(config.scheduler).__name__} and batch='rank'",
-                f"it ends after {end} steps, and an epoch has more steps with fewer ranks: with"
-                f" {settings.min_world_size} ranks from the beginning "
-                + ("there is no end" if math.isinf(most) else f"the fit takes {most:.0f}"),
-                f"batch='global', or Trainer(max_steps={end * config.frequency}), or a larger min_world_size",
-            )
 
 
 def _most_steps(trainer: Any, num_ranks: int) -> float:
-    """Return how many optimizer steps a fit takes at most, which may go on with so few ranks at any time.
+    """Return how many optimizer steps a fit takes at most: with so few ranks from its beginning.
 
-    It takes the most if there are so few from its beginning: each step uses the samples of one batch of each
-    rank. All ranks call it; it communicates, unless the dataloaders of training are set up.
+    All ranks call it; it communicates, unless the dataloaders of training are set up.
     """
     limit: float = math.inf if trainer.max_steps < 0 else trainer.max_steps
     if trainer.max_epochs is None or trainer.max_epochs < 0:
@@ -159,15 +136,12 @@ def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
     return share // size if loader.drop_last else math.ceil(share / size)
 
 
-def check_next_run(trainer: Any, *, generation: int, is_same: bool) -> None:
-    """Raise a ConfigurationError if a script that has lost ranks goes on with what needs all of them.
+def check_next_run(trainer: Any, *, is_same: bool) -> None:
+    """Raise a ConfigurationError where a script that has lost ranks goes on with what needs all of them.
 
-    Args:
-        trainer: the Trainer that is to run.
-        generation: number of the run's present generation.
-        is_same: True if it is the Trainer whose fit has lost ranks.
+    That is a fit, or a Trainer that is not the same as in the fit that has lost them.
     """
-    if generation and (is_fitting(trainer) or not is_same):
+    if is_fitting(trainer) or not is_same:
         raise ConfigurationError(
             "on_failure: this script has lost ranks in a fit, and a second fit, or another Trainer, would"
             " need all ranks. Save what the first fit has trained, and start the next fit in a new"

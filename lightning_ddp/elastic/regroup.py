@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
+from lightning_ddp.comm.abort import abort_groups, remember_connections, retire_groups, wait_for_aborts
 from lightning_ddp.comm.group import InThread
-from lightning_ddp.comm.teardown import abort_groups, remember_connections, retire_groups, wait_for_aborts
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import backend_names
@@ -68,27 +68,23 @@ def end_collectives(ours: FailureHandler, device: torch.device) -> None:
     call.result  # noqa: B018 (raises what has gone wrong)
 
 
-def take_rank(session: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
+def take_rank(context: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
     """Return the rank and the local rank of this process in a new generation, and kill its lost processes.
 
-    Args:
-        session: context of this process's job.
-        new: the generation.
-        num_processes: number of processes of a node at first.
+    A node has had `num_processes` at first.
     """
-    ours = session.control
+    ours = context.control
     assert ours.calls is not None
-    for place in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its
-        session.children.kill_rank(place)  # control connection
-    member = ours.calls.state
-    node = member.place // num_processes
-    on_node = [place for place in new.members if place // num_processes == node]
+    for slot in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its
+        context.children.kill_rank(slot)  # control connection
+    own = ours.calls.state.place
+    on_node = [slot for slot in new.members if slot // num_processes == own // num_processes]
     ours.set_while_running({"WORLD_SIZE": str(len(new.members))})
-    return member.rank, on_node.index(member.place)
+    return new.members.index(own), on_node.index(own)
 
 
 def meet_again(
-    session: JobContext,
+    context: JobContext,
     backend: str,
     world_size: int,
     *,
@@ -102,7 +98,7 @@ def meet_again(
     it begins when all have come, and gives up soon.
 
     Args:
-        session: context of this process's job; its control channel knows generation and rank.
+        context: context of this process's job; its control channel knows generation and rank.
         backend: 'gloo', 'nccl' ...
         world_size: the new number of ranks.
         timeout: time limit of collectives.
@@ -112,29 +108,24 @@ def meet_again(
     Raises:
         PeerFailure: the run has failed meanwhile.
     """
-    calls = session.control.calls
+    calls, interrupt = context.control.calls, context.control.interrupt
     assert calls is not None
     with remember_connections():  # the other one was shut down with those of the old group
         # torch tries for long to reach a store whose process is gone
-        clone = InThread(lambda _: session.store.clone())
-        clone.wait(lambda _: session.control.interrupt.check())
-        session.store = clone.result
-    rank = calls.state.rank
-    store: Any = dist.PrefixStore(f"generation{calls.state.generation}", session.store)
-    is_gloo = backend_names(backend) == {"gloo"}
+        clone = InThread(lambda _: context.store.clone())
+        clone.wait(lambda _: interrupt.check())
+        context.store = clone.result
+    rank, is_gloo = calls.state.rank, backend_names(backend) == {"gloo"}
+    store: Any = dist.PrefixStore(f"generation{calls.state.generation}", context.store)
     said = f"the {world_size} remaining ranks to form a new group"
     with calls.waiting(), tell_long_wait(rank, lambda: said):
         store.set(f"rank {rank} is here", b"")
         while not store.check([f"rank {other} is here" for other in range(world_size)]):
-            session.control.interrupt.check()
+            interrupt.check()
             time.sleep(_LOOK_EVERY_S)
+        limit = meet_within if is_gloo else timeout
         group = join_default_group(
-            backend,
-            store,
-            rank=rank,
-            world_size=world_size,
-            timeout=meet_within if is_gloo else timeout,
-            device=device,
+            backend, store, rank=rank, world_size=world_size, timeout=limit, device=device
         )
     if is_gloo:
         set_timeout(backend_of(group, device), timeout or default_pg_timeout)

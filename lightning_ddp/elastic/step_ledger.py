@@ -13,14 +13,13 @@ from lightning_ddp._lightning import (
     batches_that_stepped,
     complete_steps,
     loader_states,
-    loop_counters,
 )
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.elastic.undo import Mark, PhaseMark
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 
-__all__ = ["Cursor", "Outcome", "StepLedger"]
+__all__ = ["Cursor", "StepLedger"]
 
 
 class Cursor(Enum):
@@ -29,26 +28,15 @@ class Cursor(Enum):
     BOUNDARY = auto()
     """Between two steps; nothing of the next one has begun."""
     COMPUTING = auto()
-    """In a step; or between two steps of a round of local training, which are committed together."""
+    """A step; also between two steps of a round of local training, which are committed together."""
     UPDATING = auto()
-    """In the update of the parameters, or in their average over the ranks."""
+    """The update of the parameters, or their average over the ranks."""
     COMMITTED = auto()
-    """After a committed step; the hooks of its batch follow."""
+    """A step is committed; the hooks of its batch follow."""
     PHASE = auto()
-    """In a part of the loops without steps, such as validation, with all steps committed."""
+    """A part of the loops without steps, such as validation, with all steps committed."""
     COPYING = auto()
-    """While the state is copied from another rank."""
-
-
-class Outcome(Enum):
-    """Treatment of what a failure has interrupted."""
-
-    UNDONE = auto()
-    """The state is that of the last boundary, and the step is repeated."""
-    COPIED = auto()
-    """Another rank has committed the step, and gives its state to this one."""
-    FINISHED = auto()
-    """This rank has committed the step."""
+    """The state is copied from another rank."""
 
 
 class StepLedger:
@@ -57,14 +45,11 @@ class StepLedger:
     Without an averager the unit of commit is an optimizer step. In local training it is a round: the steps
     up to the next moment at which all ranks average, which is the end of an epoch at the latest.
 
-    Args:
-        trainer: the Trainer of the fit.
-        communication: its hook and averager.
-        keeps_marks: True to copy at each boundary what is needed to go back to it.
+    With `keeps_marks` each boundary copies what is needed to go back to it.
     """
 
     def __init__(self, trainer: Trainer, communication: Communication, *, keeps_marks: bool) -> None:
-        self._trainer, self._communication, self._keeps_marks = trainer, communication, keeps_marks
+        self.trainer, self.communication, self._keeps_marks = trainer, communication, keeps_marks
         self.cursor = Cursor.PHASE
         self.step = 0
         """Number of units of this fit that all ranks have committed."""
@@ -77,9 +62,8 @@ class StepLedger:
         self.phase_mark: PhaseMark | None = None
         """State before the present part without steps."""
         self.batch: Any = None
-        """Batch in use, as the strategy has noted it."""
+        """Batch in use, with `output` of `training_step` for it."""
         self.output: Any = None
-        """Output of `training_step` for it."""
         self.num_stepped = 0
         """`batches_that_stepped` at the last commit."""
         self.loaders: list[Any] | None = None
@@ -88,16 +72,16 @@ class StepLedger:
         """Cursor before the state began to be overwritten."""
         self._num_backwards = 0
         self._has_several = any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers)
+        """True if a step may take several backwards, of which the later ones see moved weights."""
         self._has_gradients = False
         self._snapshot: ModuleSnapshot | None = None
-        self._counters: list[Any] = []
 
     # ------------------------------------------------------------------ derived
 
     @property
     def is_automatic(self) -> bool:
         """True if Lightning takes the optimizer steps, one at most in a batch."""
-        return bool(self._trainer.lightning_module.automatic_optimization)
+        return bool(self.trainer.lightning_module.automatic_optimization)
 
     @property
     def must_redo(self) -> bool:
@@ -122,17 +106,16 @@ class StepLedger:
     @property
     def num_in_unit(self) -> int:
         """Number of batches since the last boundary at which the ranks may meet."""
-        completed = int(self._trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+        completed = int(self.trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         return completed - self.mark.num_batches if self.must_redo and self.mark is not None else 0
 
-    def progress(self, *, has_met: bool) -> Progress:
-        """Return the answer to the call after a loss; `has_met` at the boundary where all meet."""
+    def progress(self, *, is_trying: bool) -> Progress:
+        """Return the answer to the call after a loss; `is_trying` if the next step had begun."""
         phase = self.phase
         if self.must_redo:
             phase = self.mark.phase if self.mark is not None else phase
         elif self.cursor is Cursor.COMMITTED:  # the batch is finished without the others
             phase += 1
-        is_trying = self.must_redo and not has_met
         return Progress(self.step, is_clean=self.is_whole, is_trying=is_trying, phase=phase)
 
     # ------------------------------------------------------------------ told by the loops
@@ -149,9 +132,9 @@ class StepLedger:
     def reach_boundary(self) -> bool:
         """Note that a batch is about to begin; return True if a unit begins with it."""
         self._num_backwards = 0
-        loop: Any = self._trainer.fit_loop.epoch_loop
-        in_window = loop.batch_progress.current.completed % self._trainer.accumulate_grad_batches
-        if in_window or (self._keeps_marks and not self._communication.has_met):
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        in_window = loop.batch_progress.current.completed % self.trainer.accumulate_grad_batches
+        if in_window or (self._keeps_marks and not self.communication.has_met):
             self.cursor = Cursor.COMPUTING
             return False
         self.cursor, self.batch, self.output, self._has_gradients = Cursor.BOUNDARY, None, None, False
@@ -161,16 +144,13 @@ class StepLedger:
 
     def _take_mark(self) -> None:
         if self._snapshot is None:
-            self._snapshot = ModuleSnapshot(self._trainer.lightning_module)
-            self._counters = loop_counters(self._trainer)
-        is_round = self._communication.is_local
+            self._snapshot = ModuleSnapshot(self.trainer.lightning_module)
+        is_round = self.communication.is_local
         self.mark = None  # its memory is free for the next one
         self.mark = Mark(
-            self._trainer,
+            self.trainer,
             self._snapshot,
-            self._communication,
-            self._counters,
-            step=self.step,
+            self.communication,
             phase=self.phase,
             has_weights=self._has_several or is_round,
             is_round=is_round,
@@ -178,7 +158,7 @@ class StepLedger:
 
     def begin_phase(self) -> None:
         """Note that a part of the loops without steps begins."""
-        self.phase_mark = PhaseMark(self._trainer, self._trainer.lightning_module)
+        self.phase_mark = PhaseMark(self.trainer)
 
     def end_phase(self) -> None:
         """Note that a part of the loops, or a batch, is finished."""
@@ -189,7 +169,7 @@ class StepLedger:
     def skip_rest(self) -> None:
         """Note that the epoch ends here: gradients that wait for more batches are dropped."""
         self._has_gradients = False
-        if not self._keeps_marks or self._communication.has_met:
+        if not self._keeps_marks or self.communication.has_met:
             self.cursor = Cursor.PHASE
 
     # ------------------------------------------------------------------ told by the strategy
@@ -218,7 +198,7 @@ class StepLedger:
         self._has_gradients = False
         if not self.is_automatic:  # other steps of the batch may follow
             self.cursor = Cursor.UPDATING
-        elif self._keeps_marks and not self._communication.has_met:
+        elif self._keeps_marks and not self.communication.has_met:
             self.cursor = Cursor.COMPUTING
         else:
             self._commit()
@@ -230,9 +210,8 @@ class StepLedger:
 
     def agree(self) -> None:
         """Note that all ranks have averaged their parameters; between two steps this ends a round."""
-        if self._has_gradients:
-            return
-        self._commit()
+        if not self._has_gradients:
+            self._commit()
 
     def _commit(self) -> None:
         self.step += 1
@@ -240,8 +219,8 @@ class StepLedger:
 
     def _settle_unit(self, before: Cursor) -> None:
         """Note that a unit is committed, or copied; `before` is the cursor before that."""
-        self.num_stepped = batches_that_stepped(self._trainer)
-        self.loaders = loader_states(self._trainer)
+        self.num_stepped = batches_that_stepped(self.trainer)
+        self.loaders = loader_states(self.trainer)
         if before is Cursor.BOUNDARY:
             self.cursor = before
             self._take_mark()
@@ -266,17 +245,13 @@ class StepLedger:
             self.phase, self.cursor = self.mark.phase, Cursor.BOUNDARY
             self._num_backwards, self._has_gradients = 0, False
 
-    def settle(self, generation: NewGeneration) -> Outcome:
+    def settle(self, generation: NewGeneration) -> None:
         """Make the state that of the step with which all go on, unless it has to be copied."""
         if self.phase_mark is not None:
             self.phase_mark.restore_weights()  # others may copy them
         self.last_phase = generation.phase
-        if self.step < generation.step:
-            return Outcome.COPIED
-        if not self.must_redo:
-            return Outcome.FINISHED
-        self.undo()
-        return Outcome.UNDONE
+        if self.step >= generation.step:
+            self.undo()
 
     def begin_copy(self) -> None:
         """Note that the state is about to be overwritten."""
@@ -285,13 +260,13 @@ class StepLedger:
 
     def end_copy(self, step: int) -> None:
         """Note that this rank has the state of a step."""
-        complete_steps(self._trainer)
+        complete_steps(self.trainer)
         self.step = step
         self._settle_unit(self._before_copy)
 
     def resume(self) -> None:
         """Put back what the recovery itself has changed: the last thing before training continues."""
         if self.must_redo and self.mark is not None:
-            self.mark.restore_random()
+            self.mark.random.restore()
         elif self.phase_mark is not None:
             self.phase_mark.restore()

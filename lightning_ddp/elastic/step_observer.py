@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -12,28 +12,30 @@ if TYPE_CHECKING:  # the base class is imported by each run, and imports nothing
 
 __all__ = ["StepObserver"]
 
+T = TypeVar("T")
+
 
 class StepObserver:
     """Observer of a fit that does nothing about lost ranks: the first failure ends the run."""
 
-    dealer: Any = None
-    """Object that deals the rest of an epoch over other ranks, or None."""
     ledger: StepLedger | None = None
     """Record of what is committed; None if nobody asks for it."""
-    trainer: Any = None
-    """Trainer of the fit, once there is one."""
+    dealer: Any = None
+    """Object that deals the rest of an epoch over other ranks, or None."""
     repeats_steps = False
     """True if steps and parts of the loops may be repeated among other ranks."""
 
     @property
     def is_alone(self) -> bool:
         """True while this rank finishes what the others have finished already, without them."""
-        return False
+        return self.ledger is not None and self.ledger.is_alone
 
     # ------------------------------------------------------------------ steps
 
     def begin_fit(self) -> None:
-        """Note that a fit begins, perhaps not the first one of the Trainer."""
+        """Forget where an earlier fit has ended."""
+        if self.ledger is not None:
+            self.ledger.begin_fit()
 
     def begin_batch(self, batch: Any) -> None:
         """Note the batch in use."""
@@ -43,6 +45,8 @@ class StepObserver:
 
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Note that a backward begins; return the loss times this rank's weight in the mean."""
+        if self.ledger is not None:
+            self.ledger.begin_backward()
         return loss
 
     def end_backward(self) -> None:
@@ -50,6 +54,8 @@ class StepObserver:
 
     def end_step(self) -> None:
         """Note that an optimizer step is finished, with the average of parameters that may follow it."""
+        if self.ledger is not None:
+            self.ledger.take_step()
 
     def agree(self) -> None:
         """Note that all ranks have averaged their parameters outside of a step."""
@@ -65,9 +71,6 @@ class StepObserver:
         """Return copies of tensors that a collective overwrites, as far as they may be needed after it."""
         return []
 
-    def settle_hook(self) -> None:
-        """Wait until a collective has ended well, where nothing is repeated that it has spoilt."""
-
-    def finishes_alone(self, error: Exception) -> bool:
-        """Return True if a collective that has failed is replaced by this rank's own value."""
-        return False
+    def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """Run a collective; `alone` returns this rank's own value in its place."""
+        return call()

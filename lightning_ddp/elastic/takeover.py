@@ -1,10 +1,4 @@
-"""State that a process takes over in the place of another one: results of the set-up, training, loggers.
-
-A process that joins runs the script while the others train, and nobody answers what its set-up communicates:
-a `Journal` reads from the run's store what rank 0 had there. At a step boundary it gets a `Handover`: what
-plain Lightning saves in a checkpoint, with the state of hooks and averagers and the used part of the data. If
-rank 0 is lost, the next rank 0 continues its `Loggers`.
-"""
+"""State that a process takes over in the place of another one: results of the set-up, training, loggers."""
 
 from __future__ import annotations
 
@@ -23,10 +17,8 @@ import torch
 
 from lightning_ddp._lightning import (
     Trainer,
-    append_to_csv,
     callback_metrics,
     dump_checkpoint,
-    has_validation_loaders,
     load_loops,
     logger_version,
     restore_checkpoint,
@@ -39,12 +31,11 @@ from lightning_ddp.elastic.redeal import Dealer
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.job_context import JobContext
 
-__all__ = ["MAIN", "VALIDATION", "Handover", "Journal", "Loggers", "seed_generators"]
+__all__ = ["Handover", "Journal", "seed_generators", "share_versions"]
 
-MAIN, VALIDATION = "main", "validation"
-"""Parts, each with its own order: the loaders of validation are made at different times."""
 _KEY = "lightning_ddp/journal"
 _CHUNK_BYTES = 4 * 1024 * 1024
+"""Largest value of a key: torch's store drops a connection that sends it more than 8 MiB."""
 _LOOK_EVERY_S = 0.02
 
 
@@ -52,40 +43,34 @@ class Journal:
     """Results of the collectives before the first epoch, kept for processes that join later.
 
     Rank 0 publishes them when its first epoch begins, signed with the secret of the run: they are pickled.
-
-    Args:
-        session: context of this process's job.
     """
 
-    def __init__(self, session: JobContext) -> None:
-        self._session = session
-        self._is_reader = session.is_joining
-        self._secret = (session.rendezvous.token or "").encode()
-        self._part: str | None = MAIN
-        self._ended: set[str] = set()
-        self._results: dict[str, list[tuple[str, Any]]] = {MAIN: [], VALIDATION: []}
-        self._known: set[str] = set()
-        """Parts that were read from the store."""
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._is_reader = context.is_joining
+        self._secret = (context.rendezvous.token or "").encode()
+        self._is_open, self._has_ended = True, False
+        self._results: list[tuple[str, Any]] | None = None if self._is_reader else []
+        """Kind and result of each collective; of a reader those that are still to come, once it has them."""
 
     @contextmanager
-    def part(self, name: str | None) -> Generator[None, None, None]:
-        """Count what communicates in this context to another part; None for none."""
-        before, self._part = self._part, name
+    def closed(self) -> Generator[None, None, None]:
+        """Leave out what communicates in this context: a process that joins does not do it."""
+        self._is_open = False
         try:
             yield
         finally:
-            self._part = before
+            self._is_open = True
 
-    def end(self, name: str) -> None:
-        """Complete a part: what follows communicates in all processes."""
-        if name not in self._ended:
-            self._ended.add(name)
-            self.publish()
+    def end(self) -> None:
+        """Publish the results: what follows communicates in all processes."""
+        self._is_open, self._has_ended = False, True
+        self.publish()
 
     @property
     def is_read(self) -> bool:
         """True if what communicates now is answered by what rank 0 has published."""
-        return self._is_reader and self._part is not None and self._part not in self._ended
+        return self._is_reader and self._is_open
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
         """Return the result of a collective of some kind, from `call` or as rank 0 had it.
@@ -93,17 +78,16 @@ class Journal:
         Raises:
             ConfigurationError: rank 0 has called something of another kind here.
         """
-        if self._part is None or self._part in self._ended:
+        if not self._is_open:
             return call()
+        if self._results is None:
+            self._results = self._read()
         if not self._is_reader:
-            value = call()
-            self._results[self._part].append((kind, value))
-            return value
-        if self._part not in self._known:
-            self._known.add(self._part)
-            self._results[self._part] = self._read(self._part)
-        results = self._results[self._part]
-        expected, value = results.pop(0) if results else ("nothing more before its first epoch", None)
+            self._results.append((kind, call()))
+            return self._results[-1][1]
+        expected, value = (
+            self._results.pop(0) if self._results else ("nothing more before its first epoch", None)
+        )
         if expected != kind:
             raise ConfigurationError(
                 f"on_failure='replace': in a replacement process the script's set-up calls {kind}, where"
@@ -112,41 +96,31 @@ class Journal:
             )
         return value
 
-    # ------------------------------------------------------------------ the store
-
     def publish(self) -> None:
         """Write all results to the store, if this is rank 0 and its first epoch has begun."""
-        calls = self._session.control.calls
-        if self._is_reader or MAIN not in self._ended or calls is None or calls.state.rank != 0:
+        calls = self._context.control.calls
+        if self._is_reader or not self._has_ended or calls is None or calls.state.rank != 0:
             return
-        data = pickle.dumps((self._ended, self._results))
-        chunks = [data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES)]
-        for index, chunk in enumerate(chunks):
-            self._session.store.set(f"{_KEY}/{index}", chunk)
-        self._session.store.set(_KEY, f"{len(chunks)} {self._sign(data)}")
+        data = pickle.dumps(self._results)
+        starts = range(0, len(data), _CHUNK_BYTES)
+        for start in starts:
+            self._context.store.set(f"{_KEY}/{start}", data[start : start + _CHUNK_BYTES])
+        self._context.store.set(_KEY, f"{len(data)} {self._sign(data)}")
 
-    def is_complete(self, name: str) -> bool:
-        """Wait for what rank 0 publishes; return True if it has all of a part."""
-        return name in self._published()[0]
-
-    def _read(self, name: str) -> list[tuple[str, Any]]:
-        while not self.is_complete(name):
-            time.sleep(_LOOK_EVERY_S)
-        return self._published()[1][name]
-
-    def _published(self) -> tuple[set[str], dict[str, list[tuple[str, Any]]]]:
-        store = self._session.store
+    def _read(self) -> list[tuple[str, Any]]:
+        """Wait for the results of rank 0, and return them."""
+        store = self._context.store
         while not store.check([_KEY]):
-            self._session.control.check_whether_late()
+            self._context.control.check_whether_late()
             time.sleep(_LOOK_EVERY_S)
-        num_chunks, signature = store.get(_KEY).decode().split()
-        data = b"".join(store.get(f"{_KEY}/{index}") for index in range(int(num_chunks)))
+        num_bytes, signature = store.get(_KEY).decode().split()
+        data = b"".join(store.get(f"{_KEY}/{start}") for start in range(0, int(num_bytes), _CHUNK_BYTES))
         if not hmac.compare_digest(signature, self._sign(data)):
             raise ConfigurationError(
                 "the store of the run has results that are not signed with the secret of the run"
             )
-        found: tuple[set[str], dict[str, list[tuple[str, Any]]]] = pickle.loads(data)
-        return found
+        results: list[tuple[str, Any]] = pickle.loads(data)
+        return results
 
     def _sign(self, data: bytes) -> str:
         return hmac.new(self._secret, data, hashlib.sha256).hexdigest()
@@ -161,7 +135,6 @@ class Handover:
     """
 
     checkpoint: dict[str, Any]
-    """Checkpoint as Lightning saves it."""
     shared: dict[str, Any] | None
     """State of hook and averager."""
     dealt: list[Any]
@@ -174,27 +147,21 @@ class Handover:
     """Step of the last checkpoint of each callback; None for callbacks that save none."""
     should_stop: bool
     num_recoveries: int
-    """Number of recoveries that loggers were told of."""
-    validates: bool
-    """True if the loaders of validation are set up, for which the ranks communicate."""
 
     @classmethod
     def of(
         cls, trainer: Trainer, communication: Communication, dealer: Dealer, *, num_recoveries: int
     ) -> Handover:
         """Return the state of this rank. All members call it, as hooks of a checkpoint may communicate."""
-        checkpoint = dump_checkpoint(trainer)
-        has_state = communication.has_state
         return cls(
-            checkpoint=checkpoint,
-            shared=communication.shared_state(trainer.world_size) if has_state else None,
+            checkpoint=dump_checkpoint(trainer),
+            shared=communication.shared_state(trainer.world_size) if communication.has_state else None,
             dealt=dealer.state(),
             num_batches=int(trainer.fit_loop.epoch_loop.batch_progress.current.completed),
             metrics=dict(callback_metrics(trainer)),
             saved=[saved_last(callback) for callback in trainer.callbacks],  # type: ignore[attr-defined]
             should_stop=bool(trainer.should_stop),
             num_recoveries=num_recoveries,
-            validates=has_validation_loaders(trainer),
         )
 
     def restore(self, trainer: Trainer, communication: Communication) -> None:
@@ -226,26 +193,11 @@ def seed_generators(*, seed: int, rank: int, step: int) -> None:
         numpy.random.seed(number)
 
 
-class Loggers:
-    """The loggers of one fit. All ranks have one, as each may become rank 0.
+def share_versions(trainer: Trainer) -> None:
+    """Give the loggers of all ranks the version of those of rank 0, whose place each may take.
 
-    Rows that a lost rank 0 has not written are lost, and those of a step that is repeated come twice.
-
-    Args:
-        trainer: the Trainer of the fit. Its strategy communicates, now.
-        is_joining: True if another process is rank 0 yet, even if this one is to be.
+    Collective: all ranks must call it.
     """
-
-    def __init__(self, trainer: Trainer, *, is_joining: bool) -> None:
-        self._trainer = trainer
-        self._writes = trainer.is_global_zero and not is_joining
-        versions = trainer.strategy.broadcast([logger_version(logger) for logger in trainer.loggers])
-        for logger, version in zip(trainer.loggers, versions, strict=True):
-            set_logger_version(logger, version)  # which the others would choose anew, beside that of rank 0
-
-    def take_over(self) -> None:
-        """Continue the files of a lost rank 0, if this process has its rank now."""
-        was_writing, self._writes = self._writes, self._trainer.is_global_zero
-        if self._writes and not was_writing:
-            for logger in self._trainer.loggers:
-                append_to_csv(logger)
+    versions = trainer.strategy.broadcast([logger_version(logger) for logger in trainer.loggers])
+    for logger, version in zip(trainer.loggers, versions, strict=True):
+        set_logger_version(logger, version)

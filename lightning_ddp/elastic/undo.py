@@ -51,19 +51,15 @@ class RandomStates:
             torch.cuda.set_rng_state_all(self._cuda)
 
 
-class Mark:
-    """The state at a step boundary, to go back to it.
+def _copies_of(counters: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    return [(counter, dict(vars(counter))) for counter in counters]
 
-    Args:
-        trainer: its owner.
-        snapshot: snapshot of the module that it trains, which is taken again.
-        communication: the hook and the averager, with what they remember.
-        counters: counters of the loops, see `loop_counters`.
-        step: number of committed optimizer steps.
-        phase: number of finished parts of the loops.
-        has_weights: True to copy parameters and optimizers too, as a step may be interrupted that has changed
-            them.
-        is_round: True to copy also what whole batches change, as several of them are undone together.
+
+class Mark:
+    """The state at a step boundary, to go back to it; the snapshot of the module is taken again.
+
+    With `has_weights` also parameters and optimizers, which an interrupted step may have changed. With
+    `is_round` also what whole batches change, as several of them are undone together.
     """
 
     def __init__(
@@ -71,29 +67,27 @@ class Mark:
         trainer: Trainer,
         snapshot: ModuleSnapshot,
         communication: Communication,
-        counters: list[Any],
         *,
-        step: int,
         phase: int,
         has_weights: bool,
         is_round: bool,
     ) -> None:
-        self.step, self.phase = step, phase
-        self.has_weights = has_weights
-        self._batches = PhaseMark(trainer, trainer.lightning_module) if is_round else None
+        self.phase, self.has_weights = phase, has_weights
+        self._batches = PhaseMark(trainer) if is_round else None
         optimizers = trainer.optimizers if has_weights else ()
         parameters = trainer.lightning_module.parameters() if has_weights else ()
         self._optimizers = [(optimizer, copy.deepcopy(optimizer.state_dict())) for optimizer in optimizers]
         self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         """Number of used batches of this epoch."""
-        self._trainer = trainer
-        self._random, self._module = RandomStates(), snapshot
+        self.random = RandomStates()
+        """States to be put back last, before the step is repeated."""
+        self._trainer, self._module = trainer, snapshot
         snapshot.retake()
         self._communication, self._hook = communication, communication.mark()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._scale = self._scaler.state_dict() if self._scaler is not None else {}
-        self._counters = [(owner, dict(vars(owner))) for owner in counters]
+        self._counters = _copies_of(loop_counters(trainer))
         self._results = {
             key: (metric, copy_states(metric)) for key, metric in training_results(trainer).items()
         }
@@ -119,40 +113,30 @@ class Mark:
         for metric, states in self._results.values():
             put_states(metric, states)
 
-    def restore_random(self) -> None:
-        """Put the random number generators back: the last thing before the step is repeated."""
-        self._random.restore()
-
 
 def models_of_callbacks(trainer: Trainer) -> list[torch.nn.Module]:
     """Return the models that callbacks keep, such as moving averages, which may stand in for the model."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    values = [value for callback in callbacks for value in vars(callback).values()]
-    models = [value for value in values if isinstance(value, torch.nn.Module)]
     return [
-        model
-        for model in models
-        if model is not trainer.lightning_module and next(model.parameters(), None) is not None
+        value
+        for callback in callbacks
+        for value in vars(callback).values()
+        if isinstance(value, torch.nn.Module)
+        and value is not trainer.lightning_module
+        and next(value.parameters(), None) is not None
     ]
 
 
 class PhaseMark:
-    """The state before a part of the loops that takes no steps: a validation, the end of an epoch.
+    """The state of a Trainer before a part of the loops without steps: a validation, the end of an epoch."""
 
-    Args:
-        trainer: its owner.
-        module: the module that it trains.
-    """
-
-    def __init__(self, trainer: Trainer, module: torch.nn.Module) -> None:
-        self._trainer = trainer
-        self._random = RandomStates()
+    def __init__(self, trainer: Trainer) -> None:
+        module = trainer.lightning_module
+        self._trainer, self._random = trainer, RandomStates()
         self._stage = trainer.state.stage
         self._modes = [(part, part.training) for part in module.modules()]
         epochs: Any = trainer.fit_loop.epoch_progress
-        self._counters = [
-            (owner, dict(vars(owner))) for owner in (*loop_counters(trainer), epochs.total, epochs.current)
-        ]
+        self._counters = _copies_of([*loop_counters(trainer), epochs.total, epochs.current])
         self._num_stepped = batches_that_stepped(trainer)
         self._schedulers = [
             (config.scheduler, copy.deepcopy(config.scheduler.state_dict()))

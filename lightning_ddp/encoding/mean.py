@@ -1,15 +1,14 @@
 """Means over the ranks for hooks and averagers: plain or encoded, of one tensor or of many.
 
 An algorithm (PowerSGD, top-k ...) requests the mean of a tensor over the ranks, or the tensors of all ranks,
-from its `Wire`. A `Codec` determines the number of bits that are sent. So `["bf16", "powersgd"]` is PowerSGD
-whose factors are sent in bfloat16, while its arithmetic and its error feedback are in float32. `exchange`
-sends many tensors through two flat chunks: one is filled while the other is sent.
+from its `Wire`; a `Codec` determines the number of bits that are sent. `exchange` sends many tensors through
+two flat chunks: one is filled while the other is sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,8 +19,7 @@ CHUNK_NUMEL = 2**20
 """Number of elements of a chunk; an exchange needs memory for two chunks."""
 PIECE_NUMEL = 2**19
 """Number of elements of a piece, small enough that the link is not idle during encoding."""
-_NUM_STAGES = 3
-_Stages = Generator[None, None, None]
+_Scatter = Callable[[], Callable[[], torch.Tensor]]
 _MIN_BLOCKS = 64
 """Number of blocks from which the cost of padding the last block is negligible."""
 _SCALE_BYTES = 4
@@ -48,12 +46,8 @@ class Codec(Protocol):
 class _BlockCodec:
     """Codec with 8-bit codes of values divided by their block's scale; the scales come first.
 
-    A scale that covers a small block keeps an outlier from coarsening everything else (Dettmers et al.,
-    "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1, there with a nonlinear code).
-
-    Args:
-        block_size: number of elements that share a scale.
-        largest: absolute value of the largest code, to which the scale maps the largest element.
+    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1. A scale maps the
+    largest element of its block to `largest`, the largest code.
     """
 
     def __init__(self, block_size: int, largest: float) -> None:
@@ -120,12 +114,7 @@ class Fp8Codec(_BlockCodec):
 
 
 class CastCodec:
-    """Codec that rounds each number to a 16-bit floating-point type.
-
-    Args:
-        dtype: `torch.float16` (11 bits of precision, up to 65,504; above that it becomes infinite) or
-            `torch.bfloat16` (8 bits, the range of float32).
-    """
+    """Codec that rounds each number to `dtype`, a 16-bit floating-point type."""
 
     block_size = 1
 
@@ -142,58 +131,40 @@ class CastCodec:
 # ---------------------------------------------------------------------- wires
 
 
-class Wire(Protocol):
-    """Sender of flat tensors; all ranks must call its methods in the same order, in jobs of a channel."""
-
-    def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return `count` 1-D tensors that `begin` sends best, for one job at a time."""
-        ...
-
-    def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start a `mean`; return its wait. Several may be in progress; wait in the order of the starts."""
-        ...
-
-    def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a 1-D tensor, bitwise the same on all ranks; may reuse its memory."""
-        ...
-
-    def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks as received, this rank's included: shape (size, numel)."""
-        ...
-
-
-class PlainWire:
-    """Wire that sends numbers unencoded."""
+class Wire:
+    """Sender of unencoded flat tensors, for jobs of a channel; all ranks must make the same calls."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return `count` 1-D tensors that `begin` sends best, for one job at a time."""
         return self._channel.empties(count, numel, dtype)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the mean in the tensor's own dtype and memory; divided before the sum, as in torch."""
+        """Return the mean of a 1-D tensor, bitwise the same on all ranks; may reuse its memory."""
         return self.begin(flat)()
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start a `mean`; return its wait. Several may be in progress; wait in the order of the starts."""
         if not flat.numel():
             return lambda: flat
         return self._channel.start_all_reduce(flat.div_(self._channel.size))
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks as received, this rank's included: shape (size, numel)."""
         return self._channel.all_gather(flat)
 
 
-class EncodedWire:
+class EncodedWire(Wire):
     """Wire that sends encoded numbers and sums them in float32.
 
     The mean is a reduce-scatter and an all-gather: rank r gets the encoded r-th part of every rank, decodes
-    and adds them, and sends its encoded part of the mean to all. Codes are never added, so no sum overflows,
-    and a rank sends 2 (N-1)/N times the encoded size with N ranks.
+    and adds them, and sends its encoded part of the mean to all. Codes are never added, so no sum overflows.
     """
 
     def __init__(self, channel: Channel, codec: Codec) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._codec = codec
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -204,48 +175,39 @@ class EncodedWire:
 
         A long tensor is sent in pieces: one is encoded while another is sent and a third one is decoded.
         """
-        if flat.numel() <= PIECE_NUMEL:
-            return self.begin(flat)()
         result = flat.new_empty(flat.numel(), dtype=torch.float32)
-        under_way: deque[_Stages] = deque()
-        for piece, out in zip(flat.split(PIECE_NUMEL), result.split(PIECE_NUMEL), strict=True):
-            under_way.append(self._stages(piece, out))
-            for stages in reversed(under_way):  # the newest starts before the older ones wait
-                next(stages)
-            if len(under_way) == _NUM_STAGES:
-                under_way.popleft()
-        while under_way:
-            for stages in reversed(under_way):
-                next(stages)
-            under_way.popleft()
+        outs, pieces = deque(result.split(PIECE_NUMEL)), deque(flat.split(PIECE_NUMEL))
+        scatters: deque[_Scatter] = deque()
+        gathers: deque[Callable[[], torch.Tensor]] = deque()
+        while outs:
+            is_last = not pieces
+            if pieces:  # the newest starts before the older ones wait
+                scatters.append(self._start(pieces.popleft()))
+            if len(scatters) > 1 or (is_last and scatters):
+                gathers.append(scatters.popleft()())
+            if len(gathers) > 1 or (is_last and not scatters):
+                outs.popleft().copy_(gathers.popleft()())
         return result
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Encode, and start the reduce-scatter; the wait does the all-gather."""
+        scatter = self._start(flat)
+        return lambda: scatter()()
+
+    def _start(self, flat: torch.Tensor) -> _Scatter:
+        """Encode, and start the reduce-scatter; its wait adds, starts the all-gather and returns its wait."""
         if not flat.numel():
-            return lambda: flat
-        result = flat.new_empty(flat.numel(), dtype=torch.float32)
-        stages = self._stages(flat, result)
-        next(stages)
-
-        def finish() -> torch.Tensor:
-            next(stages)
-            next(stages)
-            return result
-
-        return finish
-
-    def _stages(self, flat: torch.Tensor, out: torch.Tensor) -> _Stages:
-        """Run in three stages: encode and scatter; add and gather; decode to `out`."""
+            return lambda: lambda: flat
         size = self._channel.size
         part = self._padded(-(-flat.numel() // size))
         receive = self._channel.start_all_to_all(self._codec.encode(self._rows(flat / size, size, part)))
-        yield
-        mine = self._codec.decode(receive(), part).sum(0, keepdim=True)
-        gather = self._channel.start_all_gather(self._codec.encode(mine).view(-1))
-        yield
-        out.copy_(self._codec.decode(gather(), part).reshape(-1)[: flat.numel()])
-        yield
+
+        def add() -> Callable[[], torch.Tensor]:
+            mine = self._codec.decode(receive(), part).sum(0, keepdim=True)
+            gather = self._channel.start_all_gather(self._codec.encode(mine).view(-1))
+            return lambda: self._codec.decode(gather(), part).reshape(-1)[: flat.numel()]
+
+        return add
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
         length = self._padded(flat.numel())
@@ -278,18 +240,10 @@ class Segment(NamedTuple):
 
 
 def memory_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements in the order of memory: a detached 1-D view.
-
-    Raises:
-        ValueError: the elements have gaps or overlap in memory.
-    """
+    """Return a dense tensor's elements in the order of memory: a detached 1-D view."""
     tensor = tensor.detach()
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                raise ValueError(f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory")
-            expected *= size
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        raise ValueError(f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory")
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
@@ -299,9 +253,7 @@ def exchange(
     pack: Callable[[Segment, torch.Tensor], object],
     unpack: Callable[[Segment, torch.Tensor], object],
 ) -> None:
-    """Average the values that `pack` makes of tensors; pass the means to `unpack`.
-
-    Called in a job of a channel.
+    """Average the values that `pack` makes of tensors; pass the means to `unpack`. For jobs of a channel.
 
     Collective: all ranks must call it.
 

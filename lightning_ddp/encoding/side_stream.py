@@ -1,11 +1,8 @@
 """Queue of jobs with collectives in a separate group and thread, in one order, with counted bytes.
 
-A compressing hook needs several dependent collectives per bucket. If a callback of the first one started the
-second, the callbacks of two buckets could run in different orders on different ranks, and a wait inside a
-callback would block the backend's threads. A `Channel` avoids both: jobs are queued in launch order, which is
-the same on all ranks, and one thread runs them one after the other. Its separate group keeps collectives of
-the engine and of the user from getting between them. If no second group can be made, `submit` runs the job
-immediately, in the one order that all ranks have.
+A compressing hook needs several dependent collectives per bucket. Started from callbacks, those of two
+buckets could get into different orders on different ranks. The separate group keeps collectives of the engine
+and of the user from getting between them.
 """
 
 from __future__ import annotations
@@ -32,16 +29,11 @@ _HALT_S = 10.0
 class Channel:
     """Queue of communicating jobs, run in order in a thread that lives while there are jobs.
 
-    If torch does not know the group, and the group has no store, the channel has no separate group or thread.
-
-    The collectives here are for jobs: they wait for their result, and count the bytes that this rank sends
-    when the backend uses a ring (as gloo and NCCL do for large tensors).
+    If torch does not know the group, and the group has no store, there is no separate group, and `submit`
+    runs a job at once. The collectives here are for jobs; they count the bytes that this rank sends when the
+    backend uses a ring (as gloo and NCCL do for large tensors).
 
     Collective: all ranks must construct it.
-
-    Args:
-        group: the ranks; the channel makes a separate group of the same ranks.
-        device: device of the tensors.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -69,17 +61,17 @@ class Channel:
     def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         """Wait for the result of `submit` in the calling thread; raise the error of the job."""
         since = time.monotonic()
-        result: torch.Tensor = self.group.wait_future(future)
+        self.group.wait_done(future)
+        result = future.wait()
         self.group.watch_device(self.device, "exchange of parameters", since)
         return result
 
     def submit(self, job: _Job) -> torch.futures.Future[torch.Tensor]:
         """Queue a job, in the same order on all ranks; return the future of its result.
 
-        On CUDA the job runs on the channel's stream, after the work queued on the current stream. A stream
-        that waits for the future continues after all work that the job has queued, independent of its result:
-        a tensor on the channel's device, or None for an empty tensor. Once a job has failed, later jobs fail
-        with the same error, as the ranks no longer agree on the next collective.
+        On CUDA the job runs on the channel's stream, after the work queued on the current stream, and a
+        stream that waits for the future continues after all work that the job has queued. Once a job has
+        failed, later jobs fail with the same error, as the ranks no longer agree on the next collective.
         """
         devices: list[int | str | torch.device] | None = [self.device] if self._stream is not None else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -99,9 +91,6 @@ class Channel:
         """Stop the channel, once an interrupt is set: fail queued jobs, and wait until no job runs.
 
         Thread-safe.
-
-        Raises:
-            LightningDDPError: a job still runs after 10 s.
         """
         with self._lock:
             self._failure = self._failure or LightningDDPError("the ranks of this channel form a new group")
@@ -183,11 +172,7 @@ class Channel:
         return self.start_all_reduce(tensor, op)()
 
     def start_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to send row r of a (size, k) tensor to rank r.
-
-        Returns:
-            Its wait, which returns a (size, k) tensor whose row r is from rank r.
-        """
+        """Start to send row r of a (size, k) tensor to rank r; return its wait for the rows of all ranks."""
         received = torch.empty_like(rows)
         process_group = self.group.process_group
         work = self.group.start(
@@ -203,7 +188,7 @@ class Channel:
         return result
 
     def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start an all-gather; return its wait, with the result of `all_gather`."""
+        """Start an all-gather; return its wait."""
         gathered = tensor.new_empty(self.size * tensor.numel())
         flat = tensor.view(-1)
         begin = partial(all_gather_flat, self.group.process_group, gathered, flat)

@@ -26,9 +26,6 @@ class NoOp(Hook):
         return part.buffer
 
 
-# ---------------------------------------------------------------------- 16 bits
-
-
 class FP16(Hook):
     """Send gradients in float16, half the bytes of float32; each rank divides before it sends."""
 
@@ -49,9 +46,6 @@ class BF16(Hook):
     @staticmethod
     def make_codec(options: HookOptions) -> CastCodec:
         return CastCodec(torch.bfloat16)
-
-
-# ---------------------------------------------------------------------- 8 bits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,6 @@ class HookOptions:
     """Options of a hook. Each hook has its own subclass, whose `__post_init__` checks the values."""
 
 
-class NonFinitePayload(Exception):
-    """Received values contain an infinity or NaN, for example after an overflow of float16."""
-
-
 @dataclass(kw_only=True)
 class Part:
     """The gradients of one bucket while a hook reduces them."""
@@ -70,11 +66,6 @@ class Hook:
 
     Register it with `BucketedDDP.register_comm_hook(None, hook)` on all ranks. It is called in the thread of
     backward, and reduces in the thread of its channel. One hook serves one wrapper.
-
-    Args:
-        channel: the ranks, on the device of the gradients.
-        wire: sender of tensors.
-        options: an instance of the class's `Options`.
     """
 
     name: ClassVar[str]
@@ -100,11 +91,7 @@ class Hook:
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queue the reduction of a full bucket; `state` is not used.
-
-        Raises:
-            ConfigurationError: the bucket has no names of its parameters.
-        """
+        """Queue the reduction of a full bucket; `state` is not used."""
         parameters = bucket.parameters()
         part = Part(
             buffer=bucket.buffer(),
@@ -162,13 +149,12 @@ class StatefulHook(Hook):
 
     Unlike bucket numbers, names are stable: through the rebuild after the first step, another bucket size, a
     new process. A step is a transaction: its changes take effect if all its buckets are finite on all ranks.
-    Otherwise a bucket that is not finite is not sent, its gradient becomes NaN on every rank, so that all
-    ranks skip the step, and the state does not change. Residuals are kept in float32, divided by the loss
-    scale.
+    Otherwise a bucket that is not finite goes through the same arithmetic as zeros, its gradient becomes NaN
+    on every rank, so that all ranks skip the step, and the state does not change. Residuals are kept in
+    float32, divided by the loss scale.
 
-    On the CPU the check for finite values has a result at once. On a device the result stays there: a bucket
-    that is not finite goes through the same arithmetic as zeros, and the host reads the result in a job after
-    the step, for which training does not wait.
+    On a device the host learns whether all values were finite in a job after the step, for which training
+    does not wait.
 
     Subclasses implement `reduce`, read with `recall`, write with `remember` and pass received values to
     `check_finite`.
@@ -186,14 +172,14 @@ class StatefulHook(Hook):
         self._previous_index = -1
         self.is_deferred = channel.device.type != "cpu"
         """True if the host knows only after a step whether all values were finite."""
-        self._is_spoiled: bool | torch.Tensor = False
-        """True if a value of this step was not finite; a tensor if the host knows that later."""
         self._is_bucket_spoiled = torch.zeros((), dtype=torch.bool)
-        """Tensor that is True if a value of the present bucket was not finite; used if `is_deferred`."""
+        """True if a value of the present bucket was not finite."""
+        self._are_spoiled: list[torch.Tensor] = []
+        """The flags of the buckets of this step."""
         self._settling: torch.futures.Future[torch.Tensor] | None = None
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queue the reduction of a full bucket; `state` is not used. Raises as `Hook` does."""
+        """Queue the reduction of a full bucket; `state` is not used."""
         future = super().__call__(state, bucket)
         if self.is_deferred and bucket.is_last():
             self._settling = self.channel.submit(self._settle)
@@ -205,22 +191,12 @@ class StatefulHook(Hook):
         Parameters that are not `part.present` hold zeros and must keep their state.
 
         Collective: all ranks must call it.
-
-        Raises:
-            NonFinitePayload: from `check_finite`.
         """
         raise NotImplementedError
 
     def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return `payload`, values received from the ranks; raise if one of them is not finite.
-
-        Raises:
-            NonFinitePayload: a value is not finite; not raised if `is_deferred`.
-        """
-        if self.is_deferred:
-            self._is_bucket_spoiled |= ~_is_finite(payload)
-        elif not bool(_is_finite(payload)):
-            raise NonFinitePayload
+        """Return `payload`, values received from the ranks; note if one of them is not finite."""
+        self._is_bucket_spoiled |= ~_is_finite(payload)
         return payload
 
     # ------------------------------------------------------------------ memory
@@ -270,57 +246,38 @@ class StatefulHook(Hook):
         is_scaled = isinstance(part.loss_scale, torch.Tensor) or part.loss_scale != 1.0
         if is_scaled:
             part.flat.div_(part.loss_scale)
-        try:
-            self._agree(part)
-            result = self.reduce(part)
-            if is_scaled:
-                result.mul_(part.loss_scale)
-            if result.data_ptr() != part.buffer.data_ptr():
-                part.buffer.copy_(result)
-            if self.is_deferred:
-                part.buffer.masked_fill_(self._is_bucket_spoiled, torch.nan)
-                self._is_spoiled |= self._is_bucket_spoiled
-            if dtype == torch.float16:
-                is_over = ~_is_finite(part.buffer)
-                self._is_spoiled |= is_over if self.is_deferred else bool(is_over)
-        except NonFinitePayload:
-            part.buffer.fill_(torch.nan)
-            self._is_spoiled = True
+        self._agree(part)
+        self._fill_if_spoiled(part.flat, 0.0)
+        result = self.reduce(part)
+        if is_scaled:
+            result.mul_(part.loss_scale)
+        if result.data_ptr() != part.buffer.data_ptr():
+            part.buffer.copy_(result)
+        self._fill_if_spoiled(part.buffer, torch.nan)
+        if dtype == torch.float16:
+            self._is_bucket_spoiled |= ~_is_finite(part.buffer)
+        self._are_spoiled.append(self._is_bucket_spoiled)
         part.flat = torch.empty(0)
         if part.is_last and not self.is_deferred:
             self._end_step()
         return part.buffer
 
-    def _agree(self, part: Part) -> None:
-        """Exchange which parameters have a gradient on some rank, and whether all gradients are finite.
+    def _fill_if_spoiled(self, tensor: torch.Tensor, value: float) -> None:
+        if self.is_deferred or self._is_bucket_spoiled:
+            tensor.masked_fill_(self._is_bucket_spoiled, value)
 
-        Raises:
-            NonFinitePayload: a gradient is not finite; not raised if `is_deferred`.
-        """
+    def _agree(self, part: Part) -> None:
+        """Exchange which parameters have a gradient on some rank, and whether all gradients are finite."""
         has_gradient = [position not in part.absent for position in range(len(part.names))]
-        # A gradient accumulated without synchronization counts, though this backward gave none.
-        earlier = {p: piece.any() for p, piece in enumerate(part.slices()) if p in part.absent}
-        is_finite = _is_finite(part.flat)
-        if self.is_deferred:
-            flags = uploaded(torch.tensor([False, *has_gradient], dtype=torch.uint8), part.flat.device)
-            flags[0] = ~is_finite
-            for position, has_any in earlier.items():
-                flags[1 + position] = has_any
-        else:
-            for position, has_any in earlier.items():
-                has_gradient[position] = bool(has_any)
-            flags = torch.tensor([not bool(is_finite), *has_gradient], dtype=torch.uint8)
+        flags = uploaded(torch.tensor([False, *has_gradient], dtype=torch.uint8), part.flat.device)
+        flags[0] = ~_is_finite(part.flat)
+        slices = part.slices()
+        for position in part.absent:  # an accumulated gradient counts, though this backward gave none
+            flags[1 + position] = slices[position].any()
         self.channel.all_reduce(flags, dist.ReduceOp.MAX)
-        if self.is_deferred:
-            self._is_bucket_spoiled = flags[0].bool()
-            part.flat.masked_fill_(self._is_bucket_spoiled, 0)
-            # Without absent parameters on this rank all are present, and the host need not wait.
-            present = flags[1:].tolist() if part.absent else has_gradient
-        else:
-            is_spoiled, *present = flags.tolist()
-            if is_spoiled:
-                raise NonFinitePayload
-        part.present = tuple(map(bool, present))
+        self._is_bucket_spoiled = flags[0].bool()
+        # Without absent parameters on this rank all are present, and the host need not wait.
+        part.present = tuple(map(bool, flags[1:].tolist() if part.absent else has_gradient))
 
     def _settle(self) -> None:
         """End a step that has not ended yet, in a job of the channel."""
@@ -328,18 +285,16 @@ class StatefulHook(Hook):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Commit the remembered values of the step, or drop them; if deferred, within a job."""
-        is_spoiled = self._is_spoiled
-        if isinstance(is_spoiled, torch.Tensor):
-            is_spoiled = bool(self.channel.read(is_spoiled))
-        if not is_spoiled:
+        """Commit the remembered values of the step, or drop them if a value was not finite."""
+        flags = self._are_spoiled
+        if not (flags and self.channel.read(torch.stack(flags).any())):
             self.commit(self._pending)
             self.step += 1
         self._forget_step()
 
     def _forget_step(self) -> None:
         self._pending = {}
-        self._is_spoiled = False
+        self._are_spoiled = []
         self._previous_index = -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -349,14 +304,11 @@ class StatefulHook(Hook):
 
     def _wait_until_settled(self) -> None:
         """Wait until the values of the last step are committed or dropped; for use between steps."""
-        if not self.is_deferred:
-            self._settle()
-        else:
-            if self._previous_index >= 0:
-                self._settling = self.channel.submit(self._settle)
-            if self._settling is not None:
-                self.channel.group.wait_done(self._settling)
-                self._settling = None
+        if self._previous_index >= 0:  # the last bucket of the step was not launched
+            self._settling = self.channel.submit(self._settle)
+        if self._settling is not None:
+            self.channel.group.wait_done(self._settling)
+            self._settling = None
 
     # ------------------------------------------------------------------ undo
 
@@ -371,11 +323,7 @@ class StatefulHook(Hook):
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Commit an interrupted step that another rank has committed; call it while no bucket is reduced.
-
-        Args:
-            shared: state that is the same on all ranks, from `state_dict` of that rank.
-        """
+        """Commit an interrupted step that another rank has committed, with its part of `state_dict`."""
         if self.step < shared["step"]:
             self.commit(self._pending)
         self._forget_step()
@@ -424,12 +372,6 @@ class StatefulHook(Hook):
             notes.append(f"hook {self.name!r} was saved with other options: {changed}")
         return notes
 
-    def reset_errors(self) -> None:
-        """Discard state that differs between ranks (residuals), to resume with other ranks."""
-        for values in self._state.values():
-            for key in [key for key in values if key not in self.shared_keys]:
-                del values[key]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumOptions(HookOptions):
@@ -450,11 +392,11 @@ class MomentumOptions(HookOptions):
 
 
 class MomentumHook(StatefulHook):
-    """A hook that replaces the gradient g by a velocity u = m u + g for each parameter.
+    """A hook that replaces the gradient g by a velocity u = m u + g before it compresses.
 
-    Applied before compression, so that delayed values have their correct weight: Lin et al., "Deep Gradient
-    Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok, "Communication-Efficient Distributed
-    Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019, algorithm 2. Subclasses implement `compress`.
+    Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok,
+    "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019,
+    algorithm 2. Subclasses implement `compress`.
     """
 
     Options = MomentumOptions

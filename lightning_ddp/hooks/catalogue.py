@@ -10,7 +10,7 @@ import torch
 
 from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
-from lightning_ddp.encoding.mean import EncodedWire, PlainWire, Wire
+from lightning_ddp.encoding.mean import EncodedWire, Wire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks.base import Hook, HookOptions
@@ -20,8 +20,6 @@ _HOOKS: Catalogue[Hook] = Catalogue(
     Hook,
     remark=". Pass a function of your own by itself, and wrap it with ddp_comm_wrapper.",
 )
-
-
 _registered: dict[str, tuple[Callable[..., Any], str]] = {}
 """User's functions with torch's signature, and their descriptions, by name."""
 
@@ -106,8 +104,7 @@ def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
         spec: a name; a mapping with `name` and options; or a list of them, outer to inner.
 
     Raises:
-        ConfigurationError: a name or an option does not exist, a value cannot be used, or hooks cannot be
-            combined.
+        ConfigurationError: a name, an option, a value or the combination cannot be used.
     """
     if isinstance(spec, (str, Mapping)):
         spec = [spec]
@@ -171,7 +168,7 @@ def build_hook(
 def make_hook(plan: HookPlan, channel: Channel) -> Hook:
     """Build the hooks of a plan on an existing channel."""
     (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
-    wire: Wire = PlainWire(channel)
+    wire = Wire(channel)
     if _HOOKS[encoder].encodes:
         wire = EncodedWire(channel, _HOOKS[encoder].make_codec(encoder_options))
     return _HOOKS[name](channel, wire, options)

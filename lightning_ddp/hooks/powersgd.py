@@ -47,14 +47,12 @@ class PowerSGDOptions(HookOptions):
 
 @dataclass(kw_only=True)
 class _Matrix:
-    """A matrix to compress."""
+    """A matrix to compress: `value` (n x m), whose low-rank mean goes to `out`."""
 
     name: str
     """Key of its factor in the hook's state."""
     value: torch.Tensor
-    """The matrix: n x m."""
     out: torch.Tensor
-    """Output for the low-rank mean: n x m."""
     q: torch.Tensor
     """Right factor from which the power iteration starts: m x r."""
 
@@ -63,9 +61,8 @@ class PowerSGD(StatefulHook):
     """Send P = M Q and Q = M^T P of each matrix M, with P orthonormalized in between; use P Q^T as M.
 
     Tensors of more than two dimensions are matrices with their slowest dimension as rows. Tensors that are
-    too small to gain are sent uncompressed, together with the first factors. Two means per bucket, one after
-    the other. Exact if the mean of the gradients has at most rank r. The result is the same on all ranks if
-    their processors round alike.
+    too small to gain are sent uncompressed, together with the first factors. Exact if the mean of the
+    gradients has at most rank r. The result is the same on all ranks if their processors round alike.
     """
 
     name = "powersgd"

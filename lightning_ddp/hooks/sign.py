@@ -33,8 +33,8 @@ class Sign(MomentumHook):
     """Send signs, with the mean absolute value of each block as its scale; keep the residual.
 
     With p the gradient plus the residual, each rank sends mean(|p|) sign(p), where sign(0) is +1 everywhere,
-    and keeps p minus that. All ranks get the bits of all ranks, so the traffic grows with their number: it is
-    1/32 of float32 at two ranks and N/64 of it at N, and 1/block_size of that for the scales.
+    and keeps p minus that. The traffic grows with the number N of ranks: N/64 of that of float32, and
+    1/block_size of it for the scales.
     """
 
     name = "sign"

@@ -141,10 +141,9 @@ class RandomKOptions(SparseOptions):
 class RandomK(SparseHook):
     """Send random elements of each parameter, without their positions; keep the rest.
 
-    The positions follow from seed, step and parameter name, so all ranks choose the same ones and the values
-    can be averaged as they are: the traffic does not grow with the number of ranks. An element waits
-    1 / ratio steps on average, which an optimizer with momentum at a high learning rate does not bear: set
-    `momentum` here instead, as with `topk`.
+    The positions follow from seed, step and parameter name, so all ranks choose the same ones, and the
+    traffic does not grow with their number. An element waits 1 / ratio steps on average, which an optimizer
+    with momentum at a high learning rate does not bear: set `momentum` here instead, as with `topk`.
     """
 
     name = "randomk"

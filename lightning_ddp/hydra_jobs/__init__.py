@@ -5,9 +5,9 @@ All uses of private names of Hydra and OmegaConf are here. The page of this room
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
-from typing import Any
 
 from lightning_ddp.import_hook import after_import
 
@@ -20,13 +20,10 @@ for _name in [name for name in sys.modules if name.startswith("lightning_ddp.")]
         setattr(sys.modules[_owner], _leaf, sys.modules[_name])
 
 
-def install(schemas: Any) -> None:
+def install() -> None:
     """Share Hydra's jobs and add the package's config groups, once the script has imported Hydra.
 
     Does not import Hydra itself.
-
-    Args:
-        schemas: the package `conf`, which has the schemas of the groups.
     """
 
     def keep_answers(module: types.ModuleType) -> None:
@@ -34,27 +31,8 @@ def install(schemas: Any) -> None:
 
         install(module)
 
-    def extend_each_hydra(module: types.ModuleType) -> None:
-        """Patch Hydra, here only: extend every `Hydra` that registers itself in this process."""
-        from lightning_ddp.hydra_jobs.jobs import jobs
-
-        jobs().schemas = schemas
-        kind: Any = module.GlobalHydra
-        original = kind.initialize
-
-        def extend(hydra: Any, *, is_late: bool = False) -> None:
-            from lightning_ddp.hydra_jobs.compositions import extend
-
-            extend(hydra, is_late=is_late)
-
-        def initialize(self: Any, hydra: Any) -> None:
-            original(self, hydra)
-            extend(hydra)
-
-        kind.initialize = initialize
-        living = kind.instance().hydra
-        if living is not None:  # the package is imported by a job, or by a composition's search path
-            extend(living, is_late=True)
+    def extend_hydra(module: types.ModuleType) -> None:
+        importlib.import_module("lightning_ddp.hydra_jobs.compositions")
 
     after_import("omegaconf.base", keep_answers)
-    after_import("hydra.core.global_hydra", extend_each_hydra)
+    after_import("hydra.core.global_hydra", extend_hydra)

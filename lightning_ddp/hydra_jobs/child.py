@@ -1,11 +1,7 @@
-"""The user's program in a child process of a run with Hydra: it gets its job from the parent process.
+"""The user's program in a child process of a run with Hydra: its job comes from the parent process.
 
-    python child.py DESCRIPTOR script PATH ARGUMENTS...
-    python child.py DESCRIPTOR module NAME ARGUMENTS...
-
-Run by its path, not as a module of the package: importing the package imports torch, and the user's program
-decides when. Before that program begins, `hydra.main` is replaced by a function that takes the job from the
-inherited file DESCRIPTOR. It does not compose, create directories or sweep.
+Run by its path as `child.py DESCRIPTOR {script PATH | module NAME} ARGUMENTS...`, with the job in the file
+DESCRIPTOR: run as a module it would import the package, and that torch, before the user's program does.
 """
 
 from __future__ import annotations
@@ -22,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ != "__main__":  # as `__main__`, this file loads them and itself by their full names below
+    # Only so: `from lightning_ddp.hydra_jobs import handover` would import the package.
     from lightning_ddp.hydra_jobs.handover import (
-        HandedJob,
+        Handover,
         install,
         read_handover,
         task_name,
@@ -63,19 +60,18 @@ def handed_job(descriptor: int) -> Iterator[None]:
     Raises:
         SystemExit: the program ended without a call of the job's function, in which the process exits.
     """
-    handover = read_handover(descriptor)
-    jobs().compositions = handover.compositions
-    _replace_main(handover.job)
+    job = read_handover(descriptor)
+    jobs().compositions = job.compositions
+    _replace_main(job)
     yield
-    if handover.job is not None:
-        task = handover.job.task or "a function under hydra.main"
+    if job.task is not None:
         sys.exit(
-            f"lightning_ddp: the program ended in this child process without a call of {task}, which the"
+            f"lightning_ddp: the program ended in this child process without a call of {job.task}, which the"
             " launching process was running. Call it on all ranks, under `if __name__ == '__main__':`."
         )
 
 
-def _replace_main(job: HandedJob | None) -> None:
+def _replace_main(job: Handover) -> None:
     import hydra
     from omegaconf import base
 
@@ -92,7 +88,7 @@ def _replace_main(job: HandedJob | None) -> None:
                 """Run the parent's job, and exit this process after it; do nothing for other jobs."""
                 if cfg_passthrough is not None:
                     return task_function(cfg_passthrough)
-                if job is not None and job.task in (None, task_name(task_function)):
+                if job.task == task_name(task_function):
                     _run(job, task_function)
                     sys.exit(0)
                 return None
@@ -104,7 +100,7 @@ def _replace_main(job: HandedJob | None) -> None:
     hydra.main = sys.modules["hydra.main"].main = main  # type: ignore[attr-defined]
 
 
-def _run(job: HandedJob, task_function: Callable[[Any], Any]) -> None:
+def _run(job: Handover, task_function: Callable[[Any], Any]) -> None:
     from hydra._internal.hydra import Hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
@@ -135,7 +131,8 @@ def _log_to_console(config: Any) -> None:
 
     settings: Any = config.hydra.job_logging
     if settings is not None:
-        settings = OmegaConf.create(without_files(OmegaConf.to_container(settings, resolve=True)))
+        plain = OmegaConf.to_container(settings, resolve=True)
+        settings = OmegaConf.create(without_files(plain))
     configure_log(settings, config.hydra.verbose)
 
 

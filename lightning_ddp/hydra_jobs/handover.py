@@ -1,13 +1,7 @@
 """A Hydra job as other ranks get it: its configuration, with the values of its resolvers.
 
-OmegaConf calls a resolver (`${oc.env:USER}`, `${now:%H-%M}`, `${draw:}`) whenever a value is read, and caches
-the values of some resolvers in the configuration. Here all copies of a job's configuration share one cache,
-which also has the values of the other resolvers. The rank that composed the configuration passes the cache to
-the other ranks together with it. Nothing else changes: interpolations stay interpolations, and an
-interpolation that cannot be resolved fails where it is read.
-
-A child loads this module before the user's script runs: it imports neither torch nor Lightning, so that the
-script decides when and from which package they are imported.
+All copies of a job's configuration share one cache of values, which is handed over with it; interpolations
+stay interpolations. A child loads this module before the user's script, which decides when torch is imported.
 """
 
 from __future__ import annotations
@@ -22,16 +16,14 @@ import tempfile
 import types
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from lightning_ddp.errors import ConfigurationError
 
 __all__ = [
+    "BY_PLACE",
     "Composition",
-    "HandedJob",
     "Handover",
-    "ancestors",
     "answer_all",
     "attach",
     "detach",
@@ -57,7 +49,12 @@ _OF_THE_CONFIGURATION = {  # resolvers that depend on the configuration only, wh
 _PASSED = {"pass_parent", "pass_node", "pass_root"}
 _OF_ANY_HANDLER = ("level", "formatter", "filters")
 
-Place = tuple[str, str, tuple[Any, ...]]
+BY_PLACE = ""
+"""Name in a cache, as of a resolver, for values of resolvers that OmegaConf does not cache.
+
+Their keys are the node's full key, the resolver and its arguments.
+"""
+
 Composition = tuple[str | None, list[str], bytes]
 """Arguments of a call of `hydra.compose`, and its packed result."""
 
@@ -73,25 +70,14 @@ def nodes_of(container: Any) -> Iterator[tuple[str, Any]]:
             yield from nodes_of(node)
 
 
-def ancestors(node: Any) -> Iterator[Any]:
-    """Iterate over a node and its containers, up to the root."""
-    while node is not None:
-        yield node
-        node = node._get_parent()
-
-
 # ---------------------------------------------------------------------- answers of resolvers
 
 
-class JobCache(defaultdict[str, Any]):
-    """Replacement of OmegaConf's resolver cache: name of a resolver -> arguments -> value.
+class JobCache(defaultdict[str, dict[Any, Any]]):
+    """Replacement of OmegaConf's resolver cache (resolver -> arguments -> value) that is not copied."""
 
-    `answers` has the values of resolvers that OmegaConf does not cache, by their place in the configuration.
-    """
-
-    def __init__(self, cache: dict[str, dict[Any, Any]], answers: dict[Place, Any] | None = None) -> None:
+    def __init__(self, cache: dict[str, dict[Any, Any]]) -> None:
         super().__init__(dict, {name: dict(values) for name, values in cache.items()})
-        self.answers: dict[Place, Any] = dict(answers or {})
 
     def __copy__(self) -> JobCache:
         return self
@@ -100,12 +86,11 @@ class JobCache(defaultdict[str, Any]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:  # a launcher may send the job's result to another process
-        return type(self), self.to_portable()
+        return type(self), (self.to_portable(),)
 
-    def to_portable(self) -> tuple[dict[str, dict[Any, Any]], dict[Place, Any]]:
+    def to_portable(self) -> dict[str, dict[Any, Any]]:
         """Return the contents without unpicklable values, which each rank resolves itself."""
-        cache = {name: _that_pickle(values) for name, values in self.items()}
-        return cache, _that_pickle(self.answers)
+        return {name: _that_pickle(values) for name, values in self.items()}
 
 
 def _that_pickle(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -131,7 +116,7 @@ def attach(config: Any, cache: JobCache | None = None) -> JobCache:
 
 def detach(config: Any) -> None:
     """Restore OmegaConf's own cache in a configuration, with the values that it would hold."""
-    known = {name: dict(values) for name, values in attach(config).items()}
+    known = {name: dict(values) for name, values in attach(config).items() if name != BY_PLACE}
     config._metadata.resolver_cache = defaultdict(dict, known)
 
 
@@ -149,22 +134,17 @@ def install(base: types.ModuleType) -> None:
     if hasattr(original, "original"):
         return
 
-    def evaluate(
-        self: Any,
-        key: Any,
-        node: Any,
-        inter_type: str,
-        inter_args: tuple[Any, ...],
-        inter_args_str: tuple[str, ...],
-    ) -> Any:
-        cache = self._get_root()._metadata.resolver_cache
-        if not isinstance(cache, JobCache) or _looks_at_the_configuration(self, inter_type):
-            return original(self, key, node, inter_type, inter_args, inter_args_str)
-        is_plain = all(isinstance(value, str | int | float | bool | None) for value in inter_args)
-        place = (self._get_full_key(key), inter_type, inter_args if is_plain else inter_args_str)
-        if place not in cache.answers:
-            cache.answers[place] = original(self, key, node, inter_type, inter_args, inter_args_str)
-        return cache.answers[place]
+    def evaluate(self: Any, **call: Any) -> Any:
+        cache, name = self._get_root()._metadata.resolver_cache, call["inter_type"]
+        if not isinstance(cache, JobCache) or _looks_at_the_configuration(self, name):
+            return original(self, **call)
+        arguments = call["inter_args"]
+        if not all(isinstance(value, str | int | float | bool | None) for value in arguments):
+            arguments = call["inter_args_str"]
+        place, answers = (self._get_full_key(call["key"]), name, arguments), cache[BY_PLACE]
+        if place not in answers:
+            answers[place] = original(self, **call)
+        return answers[place]
 
     evaluate.original = original  # type: ignore[attr-defined]
     base.Container._evaluate_custom_resolver = evaluate
@@ -196,57 +176,48 @@ def pack(config: Any, what: str) -> bytes:
     bare = copy.deepcopy(config)
     bare._metadata.resolver_cache = defaultdict(dict)
     try:
-        return _dumps((bare, *cache.to_portable()))
+        return _dumps((bare, cache.to_portable()))
     except Exception as error:
         raise ConfigurationError(_describe_unpicklable(bare, what, error)) from error
 
 
 def unpack(packed: bytes) -> Any:
     """Return the DictConfig that `pack` has pickled, with a `JobCache` of the resolvers' values."""
-    config, *known = pickle.loads(packed)
-    attach(config, JobCache(*known))
+    config, known = pickle.loads(packed)
+    attach(config, JobCache(known))
     return config
 
 
-@dataclass(frozen=True, kw_only=True)
-class HandedJob:
-    """One job of Hydra: one call of the user's function."""
-
-    task: str | None
-    """Name of the function by `task_name`; None for the first function that the script calls."""
-    name: str
-    """Hydra's name of the application."""
-    config: bytes
-    """The composed configuration with the node `hydra`, packed."""
-    search_path: Any
-    """Hydra's ConfigSearchPath, which the Compose API needs inside a job, or None."""
-    working_dir: str | None
-    """Working directory of the job if `hydra.job.chdir` is set, else None."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handover:
+class Handover(NamedTuple):
     """The job and compositions that a child process gets from its parent process."""
 
-    job: HandedJob | None
-    """The job that the run belongs to; None outside of `hydra.main`."""
     compositions: list[Composition]
     """Compositions, in the order in which the parent process made them."""
+    task: str | None = None
+    """Name of the job's function by `task_name`; None outside of `hydra.main`, then the rest is empty."""
+    name: str = ""
+    """Hydra's name of the application."""
+    config: bytes = b""
+    """The composed configuration with the node `hydra`, packed."""
+    search_path: Any = None
+    """Hydra's ConfigSearchPath, which the Compose API needs inside a job, or None."""
+    working_dir: str | None = None
+    """Working directory of the job if `hydra.job.chdir` is set, else None."""
 
     def to_file(self) -> IO[bytes]:
         """Write an anonymous file for the children; the last process to close it deletes it."""
         file = tempfile.TemporaryFile(prefix="lightning_ddp-job-")  # noqa: SIM115 (the launcher closes it)
         # Not as an object of a class of the package: pickle would import the package to find it.
-        file.write(pickle.dumps((None if self.job is None else vars(self.job), self.compositions)))
+        file.write(pickle.dumps(tuple(self)))
         file.flush()
         return file
 
 
 def read_handover(descriptor: int) -> Handover:
     """Read and close a file of `to_file`, independently of its position, which processes share."""
-    job, compositions = pickle.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    content = pickle.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     os.close(descriptor)
-    return Handover(job=None if job is None else HandedJob(**job), compositions=compositions)
+    return Handover(*content)
 
 
 class _Pickler(pickle.Pickler):

@@ -1,16 +1,15 @@
 """A child process: it imports quickly, and never outlives what has started it, whatever kills that.
 
-Importing torch and Lightning makes some hundred thousand objects that stay, and Python's cyclic garbage
-collector walks through all of them again and again: a second of the five that the imports take. Until the
-run of a child begins the collector comes a hundred times less often: Python imports the first `sitecustomize`
-that it finds at its start, and that of `prelude/` is first on the search path of a child.
+Python's garbage collector walks through all objects of torch and Lightning again and again while they are
+imported. A child imports the `sitecustomize` of `prelude/` first, which lets the collector come rarely.
 
-The kernel kills a child when its parent is gone. Once it has joined a run it is told instead, and unwinds;
-one that cannot hear it is ended by the guard (`supervise/guard.py`).
+The kernel kills a child when its parent is gone. Once the child has joined a job it is told instead, and
+unwinds; one that cannot hear it is ended by the guard (`supervise/guard.py`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -35,6 +34,7 @@ __all__ = [
     "end_with",
     "forked_by_zygote",
     "guarded_by",
+    "is_alive",
     "keep_files",
     "launched_by",
     "launcher_pid",
@@ -50,7 +50,7 @@ _POLL_S = 0.5
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child that is to import quickly, made of what it would be without that."""
+    """Return the environment of a child that is to import quickly."""
     if sys.flags.ignore_environment or sys.flags.no_site:  # nor would the child look there
         return dict(environment)
     path = [_PRELUDE, environment.get("PYTHONPATH")]
@@ -58,21 +58,17 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def begin_run() -> None:
-    """In a child the garbage collector comes as often as usual from here on. Does nothing elsewhere."""
+    """Let the garbage collector of a child come as often as usual from here on."""
     prelude = sys.modules.pop("_lightning_ddp_prelude", None)
     if prelude is not None:
         prelude.restore()
 
 
 def end_fast() -> None:
-    """Have a process that multiprocessing has started end in a tenth of the time, if it is no rank.
+    """Skip the last collection in workers of a data loader, which takes a second where they are spawned.
 
-    Such is the worker of a data loader, which is spawned where ranks are. At its end the garbage collector
-    would walk for a second through all that was imported; the rank waits for that, and on a busy machine
-    kills it after 5 s, which leaves its files behind.
+    The rank waits for them, and on a busy machine kills them after 5 s, which leaves their files behind.
     """
-    import atexit
-
     atexit.register(_forget_imports)
 
 
@@ -86,28 +82,26 @@ def _forget_imports() -> None:
 
 
 def after_imports(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call `make` in a rank that has just been spawned, and is to end as fast as the workers do.
+    """Call `make` in a rank that was just spawned, with all that is imported by now kept from the collector.
 
-    Only what is imported by now is kept from the collector: a file in the cycles of the Trainer, which comes
-    later, is still closed at the end.
+    A file in the cycles of the Trainer, which comes later, is still closed at the end.
     """
     gc.freeze()
     return make(*arguments)
 
 
 def keep_files(files: Mapping[int, int]) -> None:
-    """In a fork on Linux, closes all files but `files`: number that one is to have -> number that it has."""
+    """Close all files of a fork on Linux but `files`: number that one is to have -> present number."""
     import fcntl  # which Windows has not
 
     above = max(files, default=2) + 1
     held = {number: fcntl.fcntl(present, fcntl.F_DUPFD, above) for number, present in files.items()}
-    for present in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if present not in held.values():
+    for number, duplicate in held.items():
+        os.dup2(duplicate, number)
+    for number in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if number not in files:
             with contextlib.suppress(OSError):  # the one that has listed them
-                os.close(present)
-    for number, present in held.items():
-        os.dup2(present, number)
-        os.close(present)
+                os.close(number)
 
 
 # ---------------------------------------------------------------------- its parent
@@ -129,13 +123,13 @@ _origin: _Origin | None = None
 
 
 def adopt_from_environment() -> None:
-    """In a child of our launcher, ties this process's life to the launcher's; elsewhere does nothing.
+    """Tie the life of a child of our launcher to the launcher's. Do nothing elsewhere.
 
     Takes the variable out of the environment, so that processes which this one starts are not concerned. One
     that was started earlier, and has got it as well, is no child of the launcher.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None or (parent != str(os.getppid()) and _is_alive(parent)):
+    if parent is None or (parent != str(os.getppid()) and is_alive(parent)):
         return
     if parent != str(os.getppid()):
         print(
@@ -147,21 +141,21 @@ def adopt_from_environment() -> None:
     die_with_parent(int(parent))
 
 
-def _is_alive(pid: str) -> bool:
+def is_alive(pid: str | int) -> bool:
+    """Return True if a process has not ended; one that nobody has waited for yet has."""
     try:
         os.kill(int(pid), 0)
     except PermissionError:
         return True
     except (ValueError, OverflowError, ProcessLookupError):
         return False
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # there is none but on Linux
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
     return True
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel (Linux) or a thread (elsewhere) kill this process when its parent is gone.
-
-    If it is gone already, this process ends at once.
-    """
+    """End this process when its parent, which has launched it, is gone: at once if it is already."""
     global _origin
     _origin = _Origin(parent, parent)
     end_with(parent)
@@ -184,7 +178,7 @@ def launched_by(launcher: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """As `die_with_parent`, for a process that its parent has not launched."""
+    """Have the kernel (Linux) or a thread (elsewhere) kill this process when its parent is gone."""
     if sys.platform == "linux":
         _set_death_signal(signal.SIGKILL)
     else:
@@ -194,12 +188,12 @@ def end_with(parent: int) -> None:
 
 
 def launcher_pid() -> int | None:
-    """The process that has launched this one, if that is a launcher of this package and has not ended."""
+    """Return the process of this package that launched this one, unless it has ended."""
     return None if _origin is None or os.getppid() != _origin.parent else _origin.launcher
 
 
 def guarded_by() -> int:
-    """The process whose guard is that of this one; this one itself if none has started it."""
+    """Return the process whose guard is that of this one: this one itself if none has started it."""
     by_function = multiprocessing.parent_process()
     launcher = None if _origin is None else _origin.launcher
     if launcher is not None and by_function is not None:
@@ -208,9 +202,9 @@ def guarded_by() -> int:
 
 
 def outlive_parent() -> None:
-    """Unties this process's life from its parent's: it is told of the end by other means, and unwinds.
+    """Untie the life of this process from its parent's: it is told of the end by other means, and unwinds.
 
-    If it is stopped (SIGSTOP) at that moment, the kernel continues it, so that it can.
+    If it is stopped (SIGSTOP) at that moment, the kernel continues it.
     """
     if _origin is not None:
         _origin.may_outlive = True

@@ -1,24 +1,21 @@
-"""The child processes of a launcher: started at once, watched by waiting on them, stopped together."""
+"""The other ranks of a node: started, each watched by a thread, and ended together."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_ddp.launch.child_process import child_environment
-from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.child_process import PARENT_VARIABLE, child_environment
+from lightning_ddp.launch.program import ChildCommand, Launch
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import Guard
@@ -29,10 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChildProcess", "Children", "exit_message", "exit_record"]
 
-_LAST_LINES = 30
+_LAST_LINES, _LAST_BYTES = 30, 64 * 1024
 _STOP_GRACE_S = 5.0
-_POLL_S = 0.05
-"""How often a child is looked at, where the kernel cannot tell of its end."""
 
 
 class ChildProcess(Protocol):
@@ -41,27 +36,33 @@ class ChildProcess(Protocol):
     pid: int
     returncode: Any
 
-    def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
+    def wait(self) -> int:
+        """Wait for its end; return its exit code."""
 
     def send_signal(self, number: int, /) -> None:
         """Send it a signal unless it has ended."""
 
 
 @dataclass(eq=False)
-class _Child:
-    """One that has not ended, as far as is known."""
+class _Slot:
+    """Place of a rank on this node."""
 
     local_rank: int
+    number: int = 0
+    """Number of the last process that was started in the place of a lost one."""
+    end: FailureRecord | None = None
+    """End of its last process."""
+
+
+@dataclass(eq=False)
+class _Child:
+    """A process that was started."""
+
+    slot: _Slot
+    number: int
+    """Number of its start in its slot; 0 for a process that began with the job."""
     process: ChildProcess
     log: Path | None
-    descriptor: int | None
-    """Readable when it has ended, unless the process has such a thing itself."""
-
-    @property
-    def end(self) -> Any:
-        """What is readable when it has ended; None where the kernel has nothing such."""
-        return getattr(self.process, "end", self.descriptor)
 
 
 def exit_message(code: int, log: Path | None = None) -> str:
@@ -74,8 +75,10 @@ def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRec
     """Return the failure of a process that ended, with the last lines of its log."""
     last_lines = None
     if log is not None:
-        with contextlib.suppress(OSError):  # somebody has removed it
-            last_lines = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:]) or None
+        with contextlib.suppress(OSError), log.open("rb") as file:  # somebody may have removed it
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            last_lines = "\n".join(lines[-_LAST_LINES:]) or None
     return FailureRecord.of_identity(who, exit_message(code, log), exit_code=code, traceback=last_lines)
 
 
@@ -83,187 +86,144 @@ class Children(LocalProcesses):
     """Processes that run next to this one; none until the first is started.
 
     Args:
-        on_failure: called once, in a watching thread, with the first child that ends without success
-            while not being stopped.
-        has_met: tells whether all ranks have found each other: a child that ends before that is no success.
-        starter: starts a process of a command, with its environment variables and its log; by default Python.
+        on_end: called with each child that ends, in the thread that watches it.
+        has_met: returns True once all ranks have connected: a child that ends before that has failed.
+        starter: starts a process of a command, with its environment variables and its log; None for Python,
+            where this process is the first rank of the node itself.
     """
 
     def __init__(
         self,
-        on_failure: Callable[[FailureRecord], None],
+        on_end: Callable[[FailureRecord], None],
         has_met: Callable[[], bool] = lambda: True,
         starter: Callable[[ChildCommand, Mapping[str, str], Path | None], ChildProcess] | None = None,
     ) -> None:
-        self.procs: list[ChildProcess] = []
         self.remote: SupervisorLink | None = None
-        """In rank 0 under `run`: what starts and ends the others of its node instead."""
-        self.first_rank: int | None = None
-        """The rank of this process, if it is the one that starts the others of its node."""
-        self.node_rank = 0
-        self.ending = threading.Lock()
-        """Held by the thread that ends them."""
-        self.tells_all = False
-        """Whether `on_failure` is called with every child that ends, however it does."""
-        self._on_failure = on_failure
+        """Starts and ends the others of its node instead, in rank 0 under `run`."""
+        self.launch: Launch | None = None
+        """Ranks of this node, if this process starts them."""
+        self.are_ending = False
+        """True once no other process is started in the place of a lost one."""
+        self._on_end = on_end
         self._has_met = has_met
-        self._starter = starter or self._start_python
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
+        self._starter, self._is_rank = starter or _start_python, starter is None
+        self._slots: dict[int, _Slot] = {}
+        self._started: list[_Child] = []
         self._alive: list[_Child] = []
+        """Children that have not ended, or whose end is not reported yet."""
+        self._changed = threading.Condition()
         self._is_stopping = False
-        self._may_leave = threading.Event()
-        self._guard: Guard | None = None
-        self._wake_pair: tuple[socket.socket, socket.socket] | None = None
-        self._again: dict[int, Callable[[int], None]] = {}
-        """Local rank -> starts a process in its place."""
-        self._new: dict[int, int] = {}
-        """Process ids of those that were started in the place of lost ones -> local rank."""
-        self._starts: dict[int, int] = {}
-        """Local rank -> number of the last process that was started in its place."""
-        self._ends: dict[int, FailureRecord] = {}
-        """Local rank -> how that one has ended."""
         self._first: FailureRecord | None = None
+        self._guard: Guard | None = None
 
-    def start(
-        self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_later: bool = False
-    ) -> None:
-        """Starts one child, of whose end a thread hears.
-
-        Args:
-            local_rank: its rank on this node.
-            command: how it is started.
-            env: all of its environment.
-            is_later: whether it is started only by `start_again`, as the run has begun already.
-        """
-        begin = functools.partial(self._start, local_rank, command)
-        self._again[local_rank] = lambda number: begin({**env, JOIN_VARIABLE: str(number)}, is_new=True)
-        if not is_later:
-            begin(env)
-
-    def _start(
-        self, local_rank: int, command: ChildCommand, env: Mapping[str, str], *, is_new: bool = False
-    ) -> None:
-        self._may_leave.clear()
-        log = command.log_of((self.first_rank or 0) + local_rank)
-        proc = self._starter(command, env, log)
-        with self._changed:
-            self.procs.append(proc)
-            if is_new:
-                self._new[proc.pid] = local_rank
-            self._alive.append(_Child(local_rank, proc, log, _open_end(proc.pid)))
-            self._wake()
-            if self._thread is None:
-                self._wake_pair = socket.socketpair()
-                self._thread = threading.Thread(target=self._watch, daemon=True, name="children-watch")
-                self._thread.start()
-
-    def _start_python(
-        self, command: ChildCommand, env: Mapping[str, str], log: Path | None
-    ) -> subprocess.Popen[bytes]:
-        handed = () if command.handed is None else (command.handed.fileno(),)
-        options: dict[str, Any] = {"env": child_environment(env), "cwd": command.cwd, "pass_fds": handed}
-        with contextlib.nullcontext() if log is None else log.open("ab") as out:
-            return _start_for_good(self._may_leave, command.arguments, stdout=out, stderr=out, **options)
-
-    def guard(self) -> None:
-        """From now on those that do not hear of a failure are killed."""
-        if self._again:
-            self._guard = Guard(ends_launcher=True)
+    @property
+    def procs(self) -> list[ChildProcess]:
+        """All processes that were started."""
+        return [child.process for child in self._started]
 
     @property
     def are_of_this_process(self) -> bool:
-        """Return whether this process launched the others of its node, by itself or by its supervisor."""
-        return self.first_rank is not None or self.remote is not None
+        """True if this process launched the others of its node, by itself or by its supervisor."""
+        return self.launch is not None or self.remote is not None
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of the first process of this node."""
+        return 0 if self.launch is None else self.launch.first_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this node."""
+        return 0 if self.launch is None else self.launch.node_rank
+
+    # ------------------------------------------------------------------ start
+
+    def start_all(self) -> None:
+        """Start the ranks of `launch`, and a guard: it kills those that do not hear of a failure."""
+        assert self.launch is not None  # it was set
+        for local_rank in range(int(self._is_rank), self.launch.num_ranks):
+            self._slots[local_rank] = _Slot(local_rank)
+            if local_rank > 0 and not self.launch.is_later:
+                self._start(self.launch, self._slots[local_rank])
+        if self.launch.world_size > 1:
+            self._guard = Guard(ends_launcher=self._is_rank)
 
     def start_again(self, place: int, number: int) -> None:
-        """Starts a child in the place of one that is lost, to join the run. Any thread.
+        """Start a process in the slot of a lost one, which is killed if it only stands still. Thread-safe.
 
-        If that only stands still it is killed. `place` is the rank that it had in the beginning, `number` the
-        number of this start there. If it was started already, and has ended, that is told once more.
+        If the process was started already, and has ended, that is reported once more.
+
+        Args:
+            place: rank of the slot in the beginning.
+            number: number of this start in the slot.
         """
         if self.remote is not None:
             self.remote.start_again(place, number)
             return
-        local_rank = place - (self.first_rank or 0)
-        if local_rank not in self._again or self.ending.locked():
+        slot = self._slots.get(place - self.first_rank)
+        if self.launch is None or slot is None or self.are_ending:
             return
-        if number <= self._starts.get(local_rank, 0):
-            if local_rank in self._ends:
-                self._on_failure(self._ends[local_rank])
+        if number <= slot.number:
+            if slot.end is not None:
+                self._on_end(slot.end)
             return
-        self._starts[local_rank] = number
-        self._ends.pop(local_rank, None)
+        slot.number, slot.end = number, None
         with self._changed:
-            lost = [child.process for child in self._alive if child.local_rank == local_rank]
+            lost = [child.process for child in self._alive if child.slot is slot]
         for process in lost:
             process.send_signal(signal.SIGKILL)
-        self._again[local_rank](number)
+        self._start(self.launch, slot)
 
-    def end_new(self, is_left_out: Callable[[int], bool]) -> None:
-        """Ends those that were started in the place of lost ones and are no members of the run.
+    def _start(self, launch: Launch, slot: _Slot) -> None:
+        started: Future[None] = Future()
+        arguments, name = (launch, slot, started), f"child-{self._rank(slot)}"
+        threading.Thread(target=self._start_and_watch, args=arguments, daemon=True, name=name).start()
+        started.result()
 
-        Args:
-            is_left_out: whether a place has no member.
-        """
-        for proc in self.procs:
-            if proc.pid in self._new and is_left_out((self.first_rank or 0) + self._new[proc.pid]):
-                proc.send_signal(signal.SIGKILL)
-
-    def _wake(self) -> None:
-        if self._wake_pair is not None:
-            self._wake_pair[1].send(b"x")
-
-    def _watch(self) -> None:
-        """In the thread."""
-        while (ends := self._awaited()) is not None:
-            known = [end for end in ends if end is not None]
-            if ends[0] in wait(known, None if len(known) == len(ends) else _POLL_S):
-                ends[0].recv(4096)
-            for child in list(self._alive):
-                code = child.process.poll()
-                if code is not None:
-                    self._ended(child, code)
-
-    def _awaited(self) -> list[Any] | None:
-        """What is readable when there is something to do; None if the thread ends."""
+    def _start_and_watch(self, launch: Launch, slot: _Slot, started: Future[None]) -> None:
+        # Linux sends a process its death signal when the thread ends that has started it
+        environment = {**launch.environment, "LOCAL_RANK": str(slot.local_rank)}
+        if slot.number:
+            environment[JOIN_VARIABLE] = str(slot.number)
+        log = launch.command.log_of(self._rank(slot))
+        try:
+            child = _Child(slot, slot.number, self._starter(launch.command, environment, log), log)
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that starts it)
+            started.set_exception(error)
+            return
         with self._changed:
-            assert self._wake_pair is not None  # made before the thread
-            if self._alive:
-                return [self._wake_pair[0], *(child.end for child in self._alive)]
-            for end in self._wake_pair:
-                end.close()
-            self._thread = self._wake_pair = None
-            return None
+            self._started.append(child)
+            self._alive.append(child)
+        started.set_result(None)
+        self._ended(child, child.process.wait())
 
     def _ended(self, child: _Child, code: int) -> None:
-        has_failed, record = code != 0 or not self._has_met(), None
-        if self.tells_all or (has_failed and self._first is None and not self._is_stopping):
-            rank, pid = (self.first_rank or 0) + child.local_rank, child.process.pid
-            record = exit_record(Identity(rank=rank, node_rank=self.node_rank, pid=pid), code, child.log)
+        rank, pid = self._rank(child.slot), child.process.pid
+        who = Identity(rank=rank, node_rank=self.node_rank, pid=pid, start=child.number or None)
+        record, has_failed = exit_record(who, code, child.log), code != 0 or not self._has_met()
+        with self._changed:
+            is_telling = not self._is_stopping
+            if is_telling and has_failed:
+                self._first = self._first or record
+            if child.number == child.slot.number:
+                child.slot.end = record
+        if is_telling:
+            self._on_end(record)
         with self._changed:
             self._alive.remove(child)
-            if child.descriptor is not None:
-                os.close(child.descriptor)
-            is_first = has_failed and self._first is None and not self._is_stopping
-            if is_first:
-                self._first = record
-            if record is not None and child.process.pid in self._new:
-                self._ends[child.local_rank] = record
-            if not self._alive:
-                self._may_leave.set()
             self._changed.notify_all()
-        if record is not None and (self.tells_all or is_first):
-            self._on_failure(record)
 
-    def first_failure(self, wait_s: float = 0.0) -> FailureRecord | None:
-        """The first child that failed, waiting up to `wait_s` seconds for one to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._first is not None, timeout=wait_s)
-            return self._first
+    def _rank(self, slot: _Slot) -> int:
+        return self.first_rank + slot.local_rank
+
+    # ------------------------------------------------------------------ end
+
+    def first_failure(self) -> FailureRecord | None:
+        """Return the end of the first child that failed."""
+        return self._first
 
     def join(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds for all children to end; returns whether they have."""
+        """Wait up to `timeout_s` seconds until all children have ended; return whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._alive, timeout=timeout_s)
 
@@ -272,71 +232,60 @@ class Children(LocalProcesses):
         if not self.join(grace_s):
             with self._changed:
                 self._is_stopping = True
-                late = [child for child in self._alive if child.process.poll() is None]
+                late = [child for child in self._alive if child.process.returncode is None]
             self.kill()
             for child in late:
-                who = f"rank {(self.first_rank or 0) + child.local_rank} (pid {child.process.pid})"
+                who = f"rank {self._rank(child.slot)} (pid {child.process.pid})"
                 print(f"lightning_ddp: {who} did not end, and was killed", file=sys.stderr)
             self.join(_STOP_GRACE_S)
         if self._guard is not None:
             self._guard.end()
 
+    def end_new(self, is_left_out: Callable[[int], bool]) -> None:
+        """Kill replacements that are no members of the job, as they come too late.
+
+        Args:
+            is_left_out: returns True if a slot, known by its rank in the beginning, has no member.
+        """
+        for child in self._started:
+            if child.number and is_left_out(self._rank(child.slot)):
+                child.process.send_signal(signal.SIGKILL)
+
     def wake(self) -> None:
-        """Continues children that are stopped, so that they hear of a failure."""
+        """Continue children that are stopped, so that they hear of a failure."""
         self.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Ends the children at once."""
+        """Kill all children."""
         if self.remote is not None:
             self.remote.kill()
         self.send_signal(signal.SIGKILL)
 
     def kill_one(self, pid: int) -> None:
-        """Ends one child at once, without which the others go on."""
-        for proc in self.procs:
-            if proc.pid == pid:
-                proc.send_signal(signal.SIGKILL)
+        """Kill one child, without which the others continue."""
+        for process in self.procs:
+            if process.pid == pid:
+                process.send_signal(signal.SIGKILL)
 
     def kill_rank(self, rank: int) -> None:
-        """Ends the child that was given a rank, if it is one of these."""
+        """Kill the child that had this rank in the beginning, if it is of this node."""
         if self.remote is not None:
             self.remote.kill_rank(rank)
-        number = rank - (self.first_rank or 0) - 1
-        if self.first_rank is not None and 0 <= number < len(self.procs):
-            self.procs[number].send_signal(signal.SIGKILL)
+        for child in self._started:
+            if not child.number and self._rank(child.slot) == rank:
+                child.process.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the children that still run."""
-        for proc in self.procs:
-            proc.send_signal(number)
+        """Send a signal to all children."""
+        for process in self.procs:
+            process.send_signal(number)
 
 
-def _open_end(pid: int) -> int | None:
-    """Open what becomes readable when a child ends; None where the kernel has none."""
-    with contextlib.suppress(AttributeError, OSError):
-        return os.pidfd_open(pid)
-    return None
-
-
-def _start_for_good(
-    may_leave: threading.Event, command: Sequence[str], **options: Any
+def _start_python(
+    command: ChildCommand, environment: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
-    """Starts a process from a thread that does not end before `may_leave` is set.
-
-    Linux sends the death signal of a process when the thread that has started it ends. That of the caller may
-    end long before the run does, where the Trainer is not called in the main thread.
-    """
-    if sys.platform != "linux" or threading.current_thread() is threading.main_thread():
-        return subprocess.Popen(command, **options)
-    started: Future[subprocess.Popen[bytes]] = Future()
-
-    def start_and_stay() -> None:
-        try:
-            started.set_result(subprocess.Popen(command, **options))
-        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
-            started.set_exception(error)
-        else:
-            may_leave.wait()
-
-    threading.Thread(target=start_and_stay, daemon=True, name="child-parent").start()
-    return started.result()
+    handed = () if command.handed is None else (command.handed.fileno(),)
+    variables = child_environment({**environment, PARENT_VARIABLE: str(os.getpid())})
+    options: dict[str, Any] = {"env": variables, "cwd": command.cwd, "pass_fds": handed}
+    with contextlib.nullcontext() if log is None else log.open("ab") as out:
+        return subprocess.Popen(command.arguments, stdout=out, stderr=out, **options)

@@ -1,4 +1,4 @@
-"""`python -m lightning_ddp run` and `leave`: start a program; take a node out of a run."""
+"""The commands `run` and `leave`: start a program; take a node out of a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ddp._lightning import ROOTS, lightnings
+from lightning_ddp._lightning import ROOTS
 from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.launch.environment import take_slurm_task
 from lightning_ddp.launch.program import Program
 from lightning_ddp.supervise.protocol import DrainNode, DrainNodeReply, Message
 
@@ -32,7 +33,7 @@ class Run:
     """Run a program: import its libraries once, and fork the ranks of this node from that process."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declares the options; all that follows the program belongs to that."""
+        """Declare the options; all that follows the program belongs to that."""
         parser.add_argument(
             "--preload",
             action="append",
@@ -46,7 +47,7 @@ class Run:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Runs a program; ends as its rank 0 does, by exit code or signal. Returns in ranks only."""
+        """Run a program; end as its rank 0 does, by exit code or signal. Return in ranks only."""
         if not args.program or sys.platform != "linux":
             why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux only"
             print(f"error: python -m lightning_ddp run: {why}", file=sys.stderr)
@@ -63,14 +64,14 @@ class Run:
         if not sys.flags.safe_path:
             del sys.path[0]  # the folder of what Python was started with
         _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
-        _launch_on_each_node()
+        take_slurm_task()
         from lightning_ddp.launch.supervisor import Supervisor  # only here, as all commands import this file
 
         return Supervisor().run(program)
 
 
 def _import_once(modules: Sequence[str]) -> None:
-    """Imports, and keeps what that makes out of the collections of the ranks, which would copy it."""
+    """Import modules, and keep their objects out of the collections of the ranks, which would copy them."""
     usual = gc.get_threshold()
     gc.set_threshold(*_RARE)
     for name in modules:
@@ -80,7 +81,7 @@ def _import_once(modules: Sequence[str]) -> None:
 
 
 def _namespaces(program: Program) -> list[str]:
-    """Those of Lightning that the program names; if it names none, one that is installed."""
+    """Return the namespaces of Lightning that the program names, or one that is installed."""
     path = Path(program.name)
     if program.kind == "module":
         path = Path(*program.name.split(".")).with_suffix(".py")
@@ -91,26 +92,11 @@ def _namespaces(program: Program) -> list[str]:
     return [root for root in there if is_named[root]] or there[:1]
 
 
-def _launch_on_each_node() -> None:
-    """If srun has started one task a node, that is no rank, but launches those there.
-
-    So this process gets the variables of a node that was started by hand, and not the one by which Lightning
-    takes each task for a rank.
-    """
-    num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
-    if num_tasks is None or num_tasks != os.environ.get("SLURM_NNODES") or not kind.detect():
-        return
-    slurm = kind()
-    address, port, node = slurm.main_address, slurm.main_port, slurm.node_rank()
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
-    del os.environ["SLURM_NTASKS"]
-
-
 class Leave:
     """Drain a node: its ranks leave a run at a step boundary, and all other ranks continue."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declares the options."""
+        """Declare the options."""
         parser.add_argument(
             "--node",
             type=int,
@@ -125,7 +111,7 @@ class Leave:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Asks the run; returns at once, while the node trains up to the next step boundary."""
+        """Ask the run; return at once, while the node trains up to the next step boundary."""
         variables = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
         told = args.address or (":".join(variables) if all(variables) else None)
         node = args.node if args.node is not None else os.environ.get("NODE_RANK", "")
@@ -134,7 +120,10 @@ class Leave:
                 raise LightningDDPError("no run given: pass HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
             if not str(node).isdecimal():
                 raise LightningDDPError("no node given: pass --node, or set NODE_RANK")
-            answer = _ask_run(*_address_of(told), DrainNode(int(node)))
+            address, _, port = told.rpartition(":")
+            if not address or not port.isdecimal():
+                raise LightningDDPError(f"{told!r}: expected HOST:PORT")
+            answer = _ask_run(address.strip("[]"), int(port), DrainNode(int(node)))
             if not isinstance(answer, DrainNodeReply) or answer.why is not None:
                 raise LightningDDPError(f"{getattr(answer, 'why', None) or 'the run is another version'}")
         except LightningDDPError as error:
@@ -145,17 +134,8 @@ class Leave:
         return 0
 
 
-def _address_of(text: str) -> tuple[str, int]:
-    """Where the store of a run listens; LightningDDPError if the text is no HOST:PORT."""
-    address, _, port = text.rpartition(":")
-    address = address.strip("[]")
-    if not address or not port.isdecimal():
-        raise LightningDDPError(f"{text!r}: expected HOST:PORT")
-    return address, int(port)
-
-
 def _ask_run(address: str, port: int, question: Message) -> Message:
-    """What the control server answers of the run whose store listens there; an error if there is none."""
+    """Return the answer of the control server of the run whose store listens there."""
     # only here, as all other commands import this file
     from lightning_ddp.launch.job_context import server_in
     from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, run_store, running

@@ -79,6 +79,10 @@ class DesyncReporter:
         self._watch: ControlClient | None = None
         self._answers: dict[tuple[str | None, int], _Answer] = {}
         self._listeners: dict[str, Callable[[int, Any], None]] = {}
+        self.deadline_s = float("inf")
+        """Age in seconds at which an awaited collective counts as failed."""
+        self.is_comparing = False
+        """True if each collective is compared between the ranks before it starts."""
         self.num_runs = 0
         """Number of runs (fits, tests ...) that have begun."""
         self._is_active = False
@@ -94,8 +98,7 @@ class DesyncReporter:
         self._watch = watch
         if self._is_active:  # since before there was a channel
             watch.update(lambda state: state.begin_run(self._run_name))
-        self._interrupt.explain = self.explain
-        self._interrupt.look = self.look
+        self._interrupt.supervisor = self
 
     def set_deadline(self, timeout: timedelta | None) -> None:
         """Set the timeout of collectives; None for no limit.
@@ -103,7 +106,7 @@ class DesyncReporter:
         It ends a second before the backend's own, which breaks connections.
         """
         limit_s = float("inf") if timeout is None else timeout.total_seconds()
-        self._interrupt.deadline_s = max(limit_s - 1.0, limit_s / 2)
+        self.deadline_s = max(limit_s - 1.0, limit_s / 2)
 
     def compare_before_each(self, is_on: bool) -> None:
         """Compare each collective with those of the other ranks before it starts, or stop doing so."""
@@ -111,7 +114,7 @@ class DesyncReporter:
             raise ConfigurationError(
                 'debug="detail" needs the control channel, which LIGHTNING_DDP_SUPERVISION=0 has switched off'
             )
-        self._interrupt.compare = self.compare if is_on and self._watch is not None else None
+        self.is_comparing = is_on and self._watch is not None
 
     def enter(self, name: str) -> None:
         """Begin a run."""
@@ -202,7 +205,7 @@ class DesyncReporter:
         waited_s = time.monotonic() - waiting.begun_at
         missing = list(found.missing)
         absent = f"; missing: rank{'s' * (len(missing) > 1)} {join_ranks(missing)}" if missing else ""
-        limit_s = self._interrupt.deadline_s
+        limit_s = self.deadline_s
         return CollectiveTimeoutError(
             f"rank {self._rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
             f" deadline of {limit_s:g} s{absent}\n{_in_words(found)}\nCheck what the missing ranks do at this"
@@ -237,11 +240,10 @@ class DesyncReporter:
         if watch is None:
             return
         answer = self._answers[lane.name, entry.number] = _Answer()
-        run = self.num_runs + (not self._is_active)  # between two runs the next one counts
         try:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))
-                watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text()), run))
+                watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
                 while not answer.has_come.wait(SLICE_S):
                     self._interrupt.check()
                     self._interrupt.check_deadline()

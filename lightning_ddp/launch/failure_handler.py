@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -16,17 +17,17 @@ from enum import Enum, auto
 from typing import Any
 
 from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
+from lightning_ddp.comm.abort import abort_groups, explain_retired
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.device_watch import DeviceWatch
-from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
+from lightning_ddp.comm.exit import before_gloo_ends_the_process
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
-from lightning_ddp.launch.end_limit import EndLimit
 from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
-from lightning_ddp.launch.last_words import exit_now, fill_error_file
+from lightning_ddp.launch.last_words import EndLimit, exit_now, fill_error_file
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
@@ -101,10 +102,9 @@ class FailureHandler:
         self._children = children
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
-        self.end_limit = EndLimit(children, self.wait_for_verdict)
+        self.end_limit = EndLimit()
         self._parent_pid: int | None = None
         self._called_within_s = ECHO_WAIT_S + 3.0
-        self._device_watch: DeviceWatch | None = None
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
@@ -144,7 +144,7 @@ class FailureHandler:
     @property
     def is_launcher(self) -> bool:
         """True if this process starts the others of its node."""
-        return self._children.first_rank is not None
+        return self._children.launch is not None
 
     @property
     def _is_between_runs(self) -> bool:
@@ -205,16 +205,14 @@ class FailureHandler:
             start: number of the start in the slot of a process that is to join; 0 if nobody requested it.
         """
         self._settings = self.end_limit.settings = settings
-        self._parent_pid = parent_pid
+        identity, self._parent_pid = replace(identity, start=start), parent_pid
         parent = None
-        if parent_pid is not None:
-            parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
-            if (parent.pid, parent.host) == (server.identity.pid, server.identity.host):
-                parent = server.identity
-            elif parent.node_rank == server.identity.node_rank:
-                parent = None  # that of forkserver, whose end concerns nobody
-        if identity.node_rank != server.identity.node_rank:  # the order has to come from there
-            self._called_within_s += settings.heartbeat_timeout_s
+        if identity.node_rank != server.identity.node_rank:
+            self._called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
+            if parent_pid is not None:
+                parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
+        elif parent_pid == server.identity.pid:  # else the one of forkserver, whose end concerns nobody
+            parent = server.identity
         self.watch = ControlClient(
             server,
             identity,
@@ -224,7 +222,6 @@ class FailureHandler:
             where=self._where,
             parent=parent,
             on_message=self._on_message,
-            start=start,
             is_launcher=self._children.are_of_this_process,
         )
         if settings.recovery is not None:
@@ -235,22 +232,26 @@ class FailureHandler:
         permit_stack()
         self._tell_guard(None)
         self.inspector.attach(self.watch)
-        self._device_watch = DeviceWatch(self.interrupt, self._device_failed)
-        self.interrupt.expect = self._device_watch.expect
+        self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
-        self._stop_signals = StopSignals(
-            self.watch,
-            is_between=lambda: self._is_between_runs,
-            is_ending=lambda: self.is_ending or self.has_left,
-            request=self._requested_by,
-            numbers=[settings.preemption.number] if settings.preemption is not None else [],
-        )
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Wait until all ranks have connected; raise `RendezvousError` or `PeerFailure`."""
         if self.watch is not None:
             self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
+
+    def handle_stop_signals(self) -> None:
+        """Let SIGTERM stop all ranks at a step boundary; until then it ends this process, which waits."""
+        if self.watch is not None and self._stop_signals is None:
+            preemption = self._settings.preemption
+            self._stop_signals = StopSignals(
+                self.watch,
+                is_between=lambda: self._is_between_runs,
+                is_ending=lambda: self.is_ending or self.has_left,
+                request=self._requested_by,
+                numbers=[preemption.number] if preemption is not None else [],
+            )
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
@@ -285,8 +286,8 @@ class FailureHandler:
 
     def forget_device(self) -> None:
         """Stop watching what a device has still to run, as its groups will be aborted."""
-        if self._device_watch is not None:
-            self._device_watch.forget()
+        if self.interrupt.device_watch is not None:
+            self.interrupt.device_watch.forget()
 
     def check_whether_late(self) -> None:
         """Exit with code 0 from a process that is to join if the others have ended the job."""
@@ -356,7 +357,7 @@ class FailureHandler:
     def leave_together(self) -> None:
         """Wait until the run has ended on all ranks: what this one does next may rely on that."""
         if self.watch is not None and self._depth == 1:
-            limit_s = min(self.interrupt.deadline_s, _LONGEST_END_S)
+            limit_s = min(self.inspector.deadline_s, _LONGEST_END_S)
             self.watch.leave_run(self.inspector.leave, limit_s, self.alarm.silence)
             if self.alarm.is_silent:  # all ranks have ended the run: a failure after that is not part of it
                 return
@@ -506,13 +507,13 @@ class FailureHandler:
                 self.watch.post(Saved(path))
                 self.watch.flush()
                 if self.watch.has_lost_server:  # nobody else is left to report
-                    report = render(replace(first, checkpoint=path).cut())
+                    report = render(replace(first, checkpoint=path))
                     tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
 
     def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
         """Report that this process has joined (None), knows of a failure, or continues after one."""
         is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
-        report = "" if failure is None or is_interrupt else render(failure.cut())
+        report = "" if failure is None or is_interrupt else render(failure)
         limit_s = self._settings.failure_grace_s if is_aware else math.inf
         if self.identity is not None:
             tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
@@ -537,7 +538,7 @@ class FailureHandler:
     def child_ended(self, record: FailureRecord) -> None:
         """Report a child of this launching process that exited without success. Thread-safe."""
         if self.watch is not None:
-            self.watch.post(Exited(record.cut()))
+            self.watch.post(Exited(record))
             return
         if self.server is not None:
             self.server.tell(Exited(record))
@@ -601,7 +602,8 @@ class FailureHandler:
 
     def _limit_end(self) -> None:
         if self.is_over or not self.alarm.is_silent:
-            self.end_limit.set(is_needed=self.watch is not None and self.watch.failure is None)
+            is_first = self.watch is not None and self.watch.failure is None
+            self.end_limit.set(is_needed=is_first or self.is_launcher)
 
     def may_begin_anew(self) -> bool:
         """Return True if the job has failed with an exception, so that all ranks may fit again."""
@@ -613,8 +615,8 @@ class FailureHandler:
 
     def close(self) -> None:
         """Leave the job: the exit of this process is no failure from now on."""
-        if self._device_watch is not None:
-            self._device_watch.close()
+        if self.interrupt.device_watch is not None:
+            self.interrupt.device_watch.close()
         if self.watch is not None:
             self.watch.close()
         if self.server is not None:
@@ -622,7 +624,7 @@ class FailureHandler:
 
     def restore_handlers(self) -> None:
         """Give back the signals and timers that this process has taken for the job."""
-        self.end_limit.cancel()
+        faulthandler.cancel_dump_traceback_later()
         if self.end_limit.is_set:
             self._tell_guard(False)
         forbid_stack()

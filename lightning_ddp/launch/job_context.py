@@ -1,4 +1,4 @@
-"""The context of this process's job, over several Trainers of a script: store, children, supervision.
+"""The job of this process, over several Trainers of a script: store, children, supervision, process group.
 
 One generation of supervision follows another where the scripts of all ranks caught a failure and continue.
 The context ends with the process; where a process runs one job of Hydra after another, it ends with the job.
@@ -13,25 +13,42 @@ import secrets
 import sys
 import time
 import traceback
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 import lightning_ddp.shm.shared_memory  # noqa: F401 (its exit handler has to run after that of this module)
-from lightning_ddp._torch import known_groups, never_destroy
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp._lightning import ClusterEnvironment
+from lightning_ddp._torch import default_store, known_groups, never_destroy
+from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.hydra_jobs.agreement import share_job
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.failure_handler import FailureHandler
-from lightning_ddp.launch.interface import is_loopback
-from lightning_ddp.launch.last_words import LAST_WORDS_S, exit_now, limit_last_words, show_report
+from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
+from lightning_ddp.launch.interface import backend_names, choose_interface, is_loopback
+from lightning_ddp.launch.last_words import exit_now, show_report
+from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
     Rendezvous,
+    existing_group,
+    join_default_group,
     leave_default_group,
+    meet,
+    note_met,
+    run_store,
+    tcp_address,
 )
+from lightning_ddp.launch.stop_signals import ended_by_signals, tell_long_wait
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
 from lightning_ddp.supervise.job_control import LocalProcesses
@@ -42,11 +59,23 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 if TYPE_CHECKING:
     from lightning_ddp.launch.supervised import SupervisorLink
 
-__all__ = ["JobContext", "end_job", "global_seed", "job_context", "server_in"]
+__all__ = [
+    "FIRST_JOB",
+    "JobContext",
+    "Joining",
+    "end_job",
+    "global_seed",
+    "job_context",
+    "server_in",
+    "waiting",
+]
+
+FIRST_JOB = "the job that the first node has composed"
 
 _STORE_KEY = "lightning_ddp/control_server"
 _LOOK_EVERY_S = 0.1
 _EXIT_GRACE_S = 60.0
+_LONGEST_WAIT_S = 1800.0
 
 
 class JobContext:
@@ -63,9 +92,9 @@ class JobContext:
             self.rendezvous = before.rendezvous
         self.store: Any = None
         """Store from which this process made its process group."""
-        self.children: Children = Children(
-            lambda record: self.control.child_ended(record), lambda: self.control.has_met
-        )
+        self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
+        self._goes_on = False
+        """True if the job continues without ranks that it loses."""
         self.control: FailureHandler = FailureHandler(self.children)
         """Supervision of the present generation."""
         self.num_failed = 0
@@ -92,34 +121,27 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(
-        self,
-        first_rank: int,
-        node_rank: int,
-        variables: dict[str, str],
-        *,
-        tells_all: bool = False,
-        link: SupervisorLink | None = None,
+        self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None = None
     ) -> None:
-        """Make this process, of rank `first_rank`, the launcher of its node.
+        """Make this process the launcher of its node.
 
         Args:
             variables: environment variables to set until the job ends.
-            tells_all: True to report each exit of a child, as the others may continue.
             link: to the supervisor that starts the others, and waits for them, instead of this process.
         """
-        self.children.tells_all, self.children.remote = tells_all, link
+        self._goes_on, self.children.remote = launch.goes_on, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
         os.environ.update(variables)
         if link is None:
-            self.children.first_rank, self.children.node_rank = first_rank, node_rank
+            self.children.launch = launch
             atexit.register(self._at_exit)
         else:
-            link.on_child_ended = self._child_of_supervisor_ended
+            link.on_child_ended = self._child_ended
 
-    def _child_of_supervisor_ended(self, record: FailureRecord) -> None:
-        """Report the exit of a rank of a node whose supervisor has no server. Called in a thread."""
-        if self.children.tells_all or record.exit_code or not self.control.has_met:
+    def _child_ended(self, record: FailureRecord) -> None:
+        """Report the exit of another rank of this node, where that concerns the others. Thread-safe."""
+        if self._goes_on or record.exit_code or not self.control.has_met:
             self.control.child_ended(record)
 
     def open_server(
@@ -127,7 +149,6 @@ class JobContext:
         address: str,
         store: Any,
         *,
-        identity: Identity,
         world_size: int,
         num_nodes: int,
         settings: SupervisionSettings,
@@ -138,8 +159,7 @@ class JobContext:
         It is in this process; or for a rank 0 under `run` in the supervisor, then None is returned.
 
         Args:
-            identity: this process.
-            processes: the processes of this node; None for this one's children.
+            processes: the processes of this node, if this one is no rank; None for its children in rank 0.
         """
         shared = self.rendezvous.token
         options: dict[str, Any] = {
@@ -149,16 +169,17 @@ class JobContext:
             # /etc/hosts often maps a node's own name to the loopback, where the others could not reach it
             "any_interface": num_nodes > 1 and is_loopback(address),
         }
+        who = Identity(rank=0 if processes is None else -1, node_rank=0)
         link = self.children.remote
         if link is not None:
             port = link.open_server(address, **options)
-            identity = Identity(rank=-1, node_rank=0, pid=link.supervisor)
+            who = Identity(rank=-1, node_rank=0, pid=link.supervisor)
         else:
             self.control.server = ControlServer(address, processes=processes or self.children, **options)
             port = self.control.server.port
         published = "" if shared else options["token"]
-        who = (identity.rank, identity.node_rank, identity.host, identity.pid)
-        store.set(_STORE_KEY, "\n".join(map(str, (address, port, published, *who))))
+        entry = (address, port, published, who.rank, who.node_rank, who.host, who.pid)
+        store.set(_STORE_KEY, "\n".join(map(str, entry)))
         return self.control.server
 
     def find_server(self, store: Any) -> ServerAddress:
@@ -228,7 +249,7 @@ class JobContext:
         if error is not None and not ours.has_failed:  # outside of a Trainer: nobody has heard of it
             ours.fail(traceback_of(error), traceback.format_exception_only(error)[-1].strip())
         has_failed = error is not None or ours.has_failed
-        self.children.ending.acquire()
+        self.children.are_ending = True
         if self.control.server is not None:
             self.children.end_new(self.control.server.goes_on_without)
         elif ours.calls is not None:
@@ -236,9 +257,8 @@ class JobContext:
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children
-            grace_s = ours.end_limit.seconds_left() if ours.watch is not None else 0.0
-            limit_last_words(grace_s + LAST_WORDS_S)
-            self.children.end(grace_s)
+            left_s = ours.end_limit.extend_for_children()
+            self.children.end(left_s if ours.watch is not None else 0.0)
         has_lost_some = ours.calls is not None and ours.calls.state.generation > 0
         if self.children.first_failure() is not None and not has_lost_some:  # told a moment ago, perhaps
             ours.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S)
@@ -259,6 +279,188 @@ class JobContext:
         show_report(failure)
         if error is None:  # else Python itself exits with 1
             exit_now(1)  # an exit handler has no other way to change the exit code
+
+
+# ---------------------------------------------------------------------- joining
+
+
+@contextmanager
+def waiting(
+    environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
+) -> Generator[None, None, None]:
+    """Wait for other ranks in this context: one process per node prints so, and signals end it at once.
+
+    Args:
+        what: what is awaited, for people. Thread-safe.
+        rank: rank of this process, where the environment does not know it yet.
+    """
+    with ExitStack() as stack:
+        if environment.local_rank() == 0:
+            rank = environment.global_rank() if rank is None else rank
+            stack.enter_context(tell_long_wait(rank, what))
+        stack.enter_context(ended_by_signals())
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """Options with which this process joins its job."""
+
+    context: JobContext
+    backend: str
+    """'gloo', 'nccl' ..."""
+    environment: ClusterEnvironment
+    num_nodes: int
+    timeout: timedelta | None
+    """Timeout of the rendezvous and of collectives; None for torch's own."""
+    device: torch.device
+    settings: SupervisionSettings
+    init_method: str | None = None
+    """URL at which ranks meet; None for the launcher's store, else `env://`."""
+    given_store: Any | None = None
+    """Store of the user that all ranks reach, instead."""
+
+    def group(self) -> Any:
+        """Return the default process group, joining the job if there is none.
+
+        Collective: all ranks must call it.
+
+        Raises:
+            ConfigurationError: a group of another size exists already, or the backend is unknown.
+            RendezvousError: the others cannot be reached.
+            PeerFailure: another rank failed meanwhile.
+        """
+        context = self.context
+        group = existing_group(1 if context.is_joining else self._world_size)
+        if group is None:
+            if context.rendezvous.where is not None:
+                jobs().open_store = partial(run_store, context.rendezvous.where)
+            # the control channel is found through the launcher's store: a failure to meet ends all ranks
+            store = self._find_store()
+            self._connect(store)
+            if self._has_launcher and self._is_elsewhere and not (context.num_failed or context.is_joining):
+                store = self._meet_elsewhere()
+            context.store = store
+        elif context.store is None and self._world_size > 1:  # something else, as Ray, has made the group
+            store = dist.PrefixStore("lightning_ddp", default_store())
+            self._connect(store)
+            context.store = store
+        if context.store is not None and not self._has_launcher and self._world_size > 1:
+            with self._waiting(lambda: FIRST_JOB):
+                share_job(context.store, rank=self._rank)
+        if self._world_size > 1:
+            context.control.set_while_running(choose_interface(self._main_address, self.backend))
+        group = self._make_group() if group is None else group
+        context.control.handle_stop_signals()
+        return group
+
+    # ------------------------------------------------------------------ the store
+
+    def _find_store(self) -> Any:
+        context, environment = self.context, self.environment
+        if context.num_failed:
+            # by a connection of its own: the other one was shut down with those of the process group
+            return dist.PrefixStore(f"after{context.num_failed}", context.store.clone())
+        if self._is_elsewhere and not self._has_launcher:
+            return self._meet_elsewhere()
+        where = f"{environment.main_address}:{environment.main_port}"
+        with self._waiting(lambda: f"the store of the run at {where} (rank 0 opens it)"):
+            return context.rendezvous.find(environment, self.timeout)
+
+    def _meet_elsewhere(self) -> Any:
+        if self.given_store is not None:
+            return dist.PrefixStore("lightning_ddp", self.given_store)
+        assert self.init_method is not None  # or it would not be elsewhere
+        with self._waiting(lambda: f"the others at {self.init_method}"), remember_connections():
+            return meet(self.init_method, self._rank, self._world_size, self.timeout)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """True if ranks meet neither in the launcher's store nor at `env://`."""
+        if self.given_store is not None:
+            return True
+        if self.init_method is None or self.init_method.startswith("env://"):
+            return False
+        return not (self._has_launcher and tcp_address(self.init_method))  # the launcher listens there
+
+    # ------------------------------------------------------------------ the control channel
+
+    def _connect(self, store: Any) -> None:
+        context, settings, rank = self.context, self.settings, self._rank
+        identity = Identity(rank=rank, node_rank=self.environment.node_rank())
+        if context.is_joining:
+            self._connect_late(store, identity)
+            return
+        # a launcher counts on a lone rank too
+        if is_enabled() and (self._world_size > 1 or launcher_pid() is not None):
+            if rank == 0 and (context.num_failed or not self._has_launcher):
+                context.open_server(
+                    self._main_address,
+                    store,
+                    world_size=self._world_size,
+                    num_nodes=self.num_nodes,
+                    settings=settings,
+                )
+            timeout_s = _LONGEST_WAIT_S if self.timeout is None else self.timeout.total_seconds()
+            with self._waiting(self._describe_ranks):
+                context.connect(store, identity, settings, timeout_s)
+            if rank == 0 and self._has_launcher and settings.recovery is not None:
+                note_met(store)
+
+    def _connect_late(self, store: Any, identity: Identity) -> None:
+        """Connect a process that replaces a lost one; end it if the job has ended."""
+        try:
+            self.context.connect(store, identity, self.settings, _LONGEST_WAIT_S)
+        except RendezvousError as error:
+            if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
+                self.context.control.leave_late()  # the server was on this host, and was closed at the end
+            raise
+
+    def _describe_ranks(self) -> str:
+        watch = self.context.control.watch
+        connected = None if watch is None else watch.who_is_here()
+        return f"all {self._world_size} ranks; connected so far: {connected}"
+
+    # ------------------------------------------------------------------ the process group
+
+    def _make_group(self) -> Any:
+        """Make the default group; in a process that replaces a lost one, of this process alone."""
+        rank, world_size, store, timeout = self._rank, self._world_size, self.context.store, self.timeout
+        if self.context.is_joining:
+            rank, world_size, store = 0, 1, dist.HashStore()
+        is_watched = self.context.control.watch is not None
+        if timeout is not None and "nccl" in backend_names(self.backend) and is_watched:
+            # this package reports first what is late; NCCL's watchdog, which ends the process, is the last
+            timeout += timedelta(seconds=self.settings.failure_grace_s)
+        with self._waiting(lambda: f"the process group ({self.backend}) of {world_size} ranks"):
+            return join_default_group(
+                self.backend, store, rank=rank, world_size=world_size, timeout=timeout, device=self.device
+            )
+
+    # ------------------------------------------------------------------ what is known
+
+    def _waiting(self, what: Callable[[], str]) -> Any:
+        return waiting(self.environment, what)
+
+    @property
+    def _rank(self) -> int:
+        return int(self.environment.global_rank())
+
+    @property
+    def _world_size(self) -> int:
+        return int(self.environment.world_size())
+
+    @property
+    def _has_launcher(self) -> bool:
+        return self.context.rendezvous.where is not None
+
+    @property
+    def _main_address(self) -> str:
+        address = tcp_address(self.init_method)
+        return self.environment.main_address if address is None else address[0]
+
+
+# ---------------------------------------------------------------------- the job of this process
 
 
 def global_seed() -> int:
@@ -300,16 +502,11 @@ def end_job(error: BaseException | None) -> BaseException | None:
         return error
     failure = ended.end(error)
     _context, ended = JobContext(ended), None
-    atexit.unregister(_show_last_failure)
+    atexit.unregister(show_report)
     if failure is not None:
-        atexit.register(_show_last_failure, failure)
+        atexit.register(show_report, failure)
     gc.collect()  # a Trainer is a cycle and holds the group, whose sockets close with its last reference
     return failure.to_error() if error is None and failure is not None else error
-
-
-def _show_last_failure(failure: FailureRecord) -> None:
-    # a function of its own, which `atexit` can unregister
-    show_report(failure)
 
 
 def _disown() -> None:

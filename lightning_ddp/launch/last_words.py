@@ -1,4 +1,4 @@
-"""Output of a process that ends: the report of a failure, and all stacks if it does not end in time."""
+"""The end of a process after a failure: its time limit, and what it prints."""
 
 from __future__ import annotations
 
@@ -7,35 +7,80 @@ import os
 import re
 import sys
 import textwrap
+import threading
+import time
 from contextlib import suppress
 from typing import Any, TextIO
 
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
+from lightning_ddp.supervise.settings import SupervisionSettings
+from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT
 
-__all__ = ["LAST_WORDS_S", "dump_stacks", "exit_now", "fill_error_file", "limit_last_words", "show_report"]
+__all__ = ["EndLimit", "exit_now", "fill_error_file", "show_report"]
 
-LAST_WORDS_S = 15.0
+_LATER_S = 1.0
+"""Seconds after the others at which a launching process kills those that it has started."""
+_LAST_WORDS_S = 15.0
 """Seconds that a launching process may take to end its children and to report."""
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _WIDTH = 100
 _BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"
 
 
-def limit_last_words(limit_s: float) -> None:
-    """Print all stacks and end this process after `limit_s` seconds, in C, without the GIL."""
+class EndLimit:
+    """The one timer that ends this process, in C and without the GIL, after printing all stacks."""
+
+    def __init__(self) -> None:
+        self.settings = SupervisionSettings()
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._ends_at: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True once a failure has limited the time of this process."""
+        return self._ends_at is not None
+
+    def set(self, *, is_needed: bool) -> None:
+        """Limit the time of this process after a failure, which is longer if others need its report."""
+        grace_s = self.settings.failure_grace_s
+        with self._lock:
+            self._ends_at = time.monotonic() + grace_s
+            _end_after(grace_s + (2 * _LATER_S if is_needed else 0.0))
+
+    def extend_for_children(self) -> float:
+        """Let this process outlive its children; return the seconds that they have after a failure."""
+        left_s = self.settings.failure_grace_s
+        if self._ends_at is not None:
+            left_s = max(0.0, self._ends_at + _LATER_S - time.monotonic())
+        _end_after(left_s + _LAST_WORDS_S)
+        return left_s
+
+    def expect_progress(self, is_running: bool | None = None) -> None:
+        """Restart the timer that ends a process which holds its interpreter, with `stall_timeout`.
+
+        Args:
+            is_running: whether a run begins or ends; None if this process has just executed Python.
+        """
+        stall_s = self.settings.stall_timeout_s
+        with self._lock:
+            self._is_running = self._is_running if is_running is None else is_running
+            if stall_s is None or self._ends_at is not None:
+                return
+            if is_running is False:
+                faulthandler.cancel_dump_traceback_later()
+            elif is_running is None and self._is_running:
+                # later than the others find out, up to two reports after the limit, and ask for the stack
+                grace_s = max(self.settings.failure_grace_s, 2 * stall_s / REPORTS_A_TIMEOUT)
+                _end_after(stall_s + grace_s + _LATER_S)
+
+    def disown(self) -> None:
+        """Make the lock anew in a process that was forked: a thread of the other one may hold it."""
+        self._lock = threading.Lock()
+
+
+def _end_after(limit_s: float) -> None:
     faulthandler.dump_traceback_later(limit_s, exit=True, file=_standard_error())
-
-
-def dump_stacks() -> None:
-    """Print the stacks of all threads to standard error."""
-    faulthandler.dump_traceback(_standard_error(), all_threads=True)
-
-
-def exit_now(code: int) -> None:
-    """Exit without handlers, with all output written."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _standard_error() -> Any:
@@ -45,6 +90,13 @@ def _standard_error() -> Any:
             stream.fileno()  # type: ignore[union-attr]
             return stream
     return 2
+
+
+def exit_now(code: int) -> None:
+    """Exit without handlers, with all output written."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:

@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,14 @@ from lightning_ddp._lightning import (
     set_num_threads_if_needed,
 )
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hydra_jobs.jobs import STARTER, jobs, share_job
-from lightning_ddp.launch.child_process import PARENT_VARIABLE, begin_run, launched_by
+from lightning_ddp.hydra_jobs.agreement import share_job
+from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.launch.child_process import begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
-from lightning_ddp.launch.job_context import JobContext, end_job, job_context
-from lightning_ddp.launch.joining import FIRST_JOB, waiting
-from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context, waiting
+from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.launch.rendezvous import HostedStore
-from lightning_ddp.launch.supervised import Launch, SupervisorLink, supervisor_link
-from lightning_ddp.supervise.failure_record import Identity
+from lightning_ddp.launch.supervised import supervisor_link
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
 if TYPE_CHECKING:
@@ -42,14 +40,11 @@ _INTERRUPTED_S = 1.5
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs this program again in N-1 child processes; this process is local rank 0.
 
-    The children are started at once, with the launcher's store already listening. They never outlive this
-    process. A child that dies ends the run: `PeerFailure` is raised here, and the other children are stopped.
-
     Args:
         cluster_environment: tells ranks and addresses; if it creates processes externally, none are started.
         num_processes: processes of this node.
         num_nodes: nodes of the run.
-        settings: times of reconciliation.
+        settings: times of supervision.
         init_method: where the ranks meet; the store listens at the address of a `tcp://` one.
         timeout: how long another node waits for the first one; None for torch's own.
     """
@@ -71,7 +66,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Starts the children unless they run already, then calls `function` here and returns its result.
+        """Start the children unless they run already, then call `function` here and return its result.
 
         Raises:
             PeerFailure: a child died.
@@ -89,7 +84,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return context.control.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """Sends a signal to the children, once they had time to end by themselves after Ctrl-C."""
+        """Send a signal to the children, once they had time to end by themselves after Ctrl-C."""
         children = job_context().children
         children.join(_INTERRUPTED_S)
         children.send_signal(signum)
@@ -124,72 +119,48 @@ class ScriptLauncher(SubprocessScriptLauncher):
         replaces = isinstance(self._settings.recovery, ReplaceSettings)
         if replaces and node_rank != 0 and not context.is_joining:
             context.is_joining = rendezvous.comes_back()
-        tells_all = self._settings.recovery is not None
-        context.begin_launch(first_rank, node_rank, variables, tells_all=tells_all, link=link)
+        launch = Launch(
+            command=command,
+            environment={**os.environ, **variables, **rendezvous.handed},
+            first_rank=first_rank,
+            node_rank=node_rank,
+            num_ranks=self.num_processes,
+            world_size=world_size,
+            is_later=context.is_joining,
+            goes_on=self._settings.recovery is not None,
+            grace_s=self._settings.failure_grace_s,
+        )
+        context.begin_launch(launch, variables, link)
         if node_rank == 0 and world_size > 1 and is_enabled():  # a lone rank has nobody to hear of
             context.open_server(
                 address,
                 rendezvous.hosted,
-                identity=Identity(rank=0, node_rank=0),
                 world_size=world_size,
                 num_nodes=self.num_nodes,
                 settings=self._settings,
             )
         if link is not None:
-            self._launch_by(link, context, command, first_rank, node_rank)
+            launched_by(link.supervisor)
+            link.launch(launch)
         else:
-            self._run_children(context, command, first_rank)
+            context.children.start_all()
         if command.handed is not None:
             if not replaces:  # others may be started later
                 command.handed.close()
             if first_rank == 0:
                 jobs().publish_to(context.rendezvous.hosted.set)
-        self.procs = context.children.procs  # type: ignore[assignment]
 
     def _command_of(self, context: JobContext, first_rank: int) -> ChildCommand:
-        """The command for the children, once the nodes agree on the job that each has composed by itself."""
+        """Return the command for the children, once the nodes agree on the job that Hydra composed."""
         environment = self.cluster_environment
         if self.num_nodes > 1 and jobs().config() is not None:
-            with waiting(context, environment, lambda: FIRST_JOB, first_rank):
+            with waiting(environment, lambda: FIRST_JOB, first_rank):
                 share_job(context.rendezvous.find(environment, self._timeout), rank=first_rank)
         return child_command()
 
-    def _run_children(self, context: JobContext, command: ChildCommand, first_rank: int) -> None:
-        common = {**os.environ, **context.rendezvous.handed, PARENT_VARIABLE: str(os.getpid())}
-        for local_rank in range(1, self.num_processes):
-            context.children.start(
-                local_rank,
-                command,
-                {**common, "LOCAL_RANK": str(local_rank)},
-                is_later=context.is_joining,
-            )
-        context.children.guard()
-
-    def _launch_by(
-        self,
-        link: SupervisorLink,
-        context: JobContext,
-        command: ChildCommand,
-        first_rank: int,
-        node_rank: int,
-    ) -> None:
-        launched_by(link.supervisor)
-        link.launch(
-            Launch(
-                command=replace(command, cwd=command.cwd or os.getcwd()),
-                environment={**os.environ, **context.rendezvous.handed},
-                first_rank=first_rank,
-                node_rank=node_rank,
-                num_ranks=self.num_processes,
-                is_later=context.is_joining,
-                goes_on=self._settings.recovery is not None,
-                grace_s=self._settings.failure_grace_s,
-            )
-        )
-
 
 def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
-    """This node; `ConfigurationError` if nothing says which one of several it is, or it is none of them."""
+    """Return the number of this node; raise `ConfigurationError` if none, or no valid one, is given."""
     if isinstance(environment, LightningEnvironment):
         name = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
         told = os.environ.get(name)
@@ -211,33 +182,26 @@ def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
 
 
 def child_command() -> ChildCommand:
-    """The command that runs this program again: a script by its path, a module by `-m`, with our arguments.
+    """Return the command that runs this program again, with its arguments.
 
-    Where Hydra has composed something the child gets that, and runs where the user started the program.
+    The child gets what Hydra has composed, and runs in the folder where the user started the program.
 
     Raises:
         ConfigurationError: there is no file or module to run again; a configuration does not pickle; or the
             output directory cannot be written.
     """
     elsewhere = jobs().program()
-    program, own_arguments = elsewhere or _program(), [] if elsewhere else sys.argv[1:]
+    program = Program(*elsewhere, []) if elsewhere else Program(*_program(), sys.argv[1:])
     handover = jobs().handover(end_job)
     if handover is None:
-        plain = ["-m", program[1]] if program[0] == "module" else [program[1]]
-        arguments = [sys.executable, *plain, *own_arguments]
-        return ChildCommand(arguments=arguments)
+        return ChildCommand(program=program, cwd=os.getcwd())
     logs = _folder_for_logs()
-    file = handover.to_file()
-    return ChildCommand(
-        arguments=[sys.executable, STARTER, str(file.fileno()), *program, *own_arguments],
-        cwd=jobs().runtime("cwd"),
-        handed=file,
-        logs=logs,
-    )
+    cwd = jobs().runtime("cwd") or os.getcwd()
+    return ChildCommand(program=program, cwd=cwd, handed=handover.to_file(), logs=logs)
 
 
 def _program() -> tuple[str, str]:
-    """What this process runs: `("script", path)` or `("module", name)`."""
+    """Return what this process runs: `("script", path)` or `("module", name)`."""
     import __main__  # at this moment: it is another module while a program is run by runpy
 
     spec = getattr(__main__, "__spec__", None)
@@ -275,7 +239,7 @@ def _folder_for_logs() -> Path | None:
 
 
 def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes: int) -> None:
-    """Raises `ConfigurationError` if SLURM's tasks are not as many as the ranks; says what to change."""
+    """Raise `ConfigurationError` if SLURM's tasks are not as many as the ranks."""
     if not isinstance(environment, SLURMEnvironment):
         return
     num_tasks, nodes = int(os.environ["SLURM_NTASKS"]), os.environ.get("SLURM_NNODES")

@@ -1,7 +1,7 @@
 """Launcher of functions: it runs them in processes that are spawned or forked, and all end if one fails.
 
-Lightning and torch start the processes. Where there is a control server they are waited for here, as the run
-may go on without some of them; then torch says how one has failed.
+torch starts the processes. They are waited for here, as the job may continue without some of them; then torch
+says how one has failed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -22,30 +20,31 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.synchronize import Barrier
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.multiprocessing as mp
 
 from lightning_ddp._lightning import (
     MultiProcessingLauncher,
+    capture_globals,
+    check_bad_cuda_fork,
     check_missing_main_guard,
     end_silently,
     interrupt_trainer,
     note_sigterm,
-    process_arguments,
     sigterm_exception,
     teardown_trainer,
     unshare,
 )
 from lightning_ddp._torch import keep_sockets_in
-from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
 from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import JobContext, job_context
 from lightning_ddp.launch.launcher import node_rank_of
+from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
@@ -68,7 +67,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     Args:
         strategy: the strategy whose processes they are.
         start_method: how they are made.
-        settings: times of reconciliation.
+        settings: times of supervision.
         init_method: as for `ScriptLauncher`.
     """
 
@@ -79,12 +78,12 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         settings: SupervisionSettings,
         init_method: str | None,
     ) -> None:
-        self._server: ControlServer | None = None
         super().__init__(strategy, start_method=start_method)
         self._made_by = start_method
         self._owner = strategy
         self._init_method = init_method
         self._settings = settings
+        self._has_fitted = False
         self._all_forked: Barrier | None = None
         self._output: Any = None
         self._scratch = ""
@@ -94,25 +93,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         # a new process makes the launcher first of all that it is sent, so before the Trainer
         return reduced if get_spawning_popen() is None else (after_imports, reduced[:2], *reduced[2:])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is sent to the processes."""
-        state: dict[str, Any] = super().__getstate__()
-        return {**state, "_processes": [], "_server": None}
-
-    @property
-    def procs(self) -> list[Any]:
-        """The processes."""
-        return self._processes
-
-    @procs.setter
-    def procs(self, processes: list[Any]) -> None:
-        self._processes = list(processes)
-        if processes and self._server is not None:
-            self._wait(self._server, process_arguments(sys._getframe(1))[4])
-            for local_rank, process in enumerate(self._processes):
-                if process.exitcode is not None and self._is_out(local_rank, self._server):
-                    processes[local_rank] = _ENDED_WELL
-
     @property
     def _first_rank(self) -> int:
         node_rank = node_rank_of(self._owner.cluster_environment, self._owner.num_nodes)
@@ -121,7 +101,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Runs `function` in all processes and returns what rank 0 returned, the lowest that is left.
+        """Run `function` in all processes and return what rank 0 returned, or the lowest rank that is left.
 
         Raises:
             PeerFailure: a process raised or died; with its traceback where there is one.
@@ -132,6 +112,14 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         """
         if self._made_by != "fork":
             check_missing_main_guard()
+        if self._made_by != "spawn":
+            check_bad_cuda_fork()
+        is_fit = trainer is not None and trainer.state.fn == "fit"
+        if is_fit and self._has_fitted:
+            raise NotImplementedError(
+                f"trainer.fit() was called twice, which start_method={self._made_by!r} does not support. Make"
+                " another Trainer, and pass ckpt_path to its fit()."
+            )
         strategy = self._owner
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer has set it before it launches
@@ -140,8 +128,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             # The store looks up the address of each rank that connects, and holds a lock of the C library
             # while it does: a process forked then could never take that lock.
             self._all_forked = mp.get_context("fork").Barrier(strategy.num_processes)
-        node_rank, first_rank = node_rank_of(environment, strategy.num_nodes), self._first_rank
-        context = job_context()
+        node_rank, context = node_rank_of(environment, strategy.num_nodes), job_context()
         rendezvous = context.rendezvous
         variables = rendezvous.host(
             environment, self._init_method, num_nodes=strategy.num_nodes, node_rank=node_rank
@@ -149,23 +136,21 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         variables |= rendezvous.handed
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        server = self._open_server(context, node_rank) if is_enabled() and node_rank == 0 else None
-        self._server = server
+        server = self._open_server(context) if is_enabled() and node_rank == 0 else None
         guard = Guard(ends_launcher=False)
         self._scratch = tempfile.mkdtemp(prefix="ddp-")
         remove_scratch = Finalize(None, shutil.rmtree, (self._scratch, True), exitpriority=-100)
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            output = self._run_processes(server, trainer, function, args, kwargs)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            _remove_error_files(error)
-            failure = _process_failure(error, first_rank)
+            failure = _failure_of(error, self._first_rank, node_rank)
             known = server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S) if server is not None else None
             # of one that had not joined yet only torch knows what it has raised
             if known is not None and (
                 known.exception_type or failure.exception_type is None or known.rank != failure.rank
             ):
-                failure = self._with_exit(known, first_rank)
-            raise failure.like() from error
+                failure = self._with_exit(known)
+            raise failure.to_error(is_rank=False).like() from error
         except BaseException as error:
             if server is not None:
                 launcher = Identity(rank=-1, node_rank=node_rank)
@@ -178,22 +163,26 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                     ' "custom_ddp_fork" send nothing.'
                 ) from error
             raise
+        else:
+            if trainer is None:
+                return output
+            self._has_fitted |= is_fit
+            self._recover_results_in_main_process(output, trainer)
+            return output.trainer_results
         finally:
             if server is not None:
                 server.close()
             guard.end()
-            self._server = None
             rendezvous.close()
             restore(before)
             if not any(map(_runs, self.procs)):  # else it is removed once they have been waited for at exit
                 remove_scratch()
 
-    def _open_server(self, context: JobContext, node_rank: int) -> ControlServer:
+    def _open_server(self, context: JobContext) -> ControlServer:
         strategy = self._owner
         server = context.open_server(
             strategy.cluster_environment.main_address,
             context.rendezvous.hosted,
-            identity=Identity(rank=-1, node_rank=node_rank),
             world_size=strategy.num_processes * strategy.num_nodes,
             num_nodes=strategy.num_nodes,
             settings=self._settings,
@@ -202,71 +191,76 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         assert server is not None  # only scripts have a supervisor
         return server
 
-    def _with_exit(self, record: FailureRecord, first_rank: int) -> PeerFailure:
-        """The failure with the exit code of its process, which all have by now."""
-        local_rank = record.rank - first_rank
-        code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
-        if code:
-            record = record.with_exit(code, exit_message(code))
-        return record.to_error(is_rank=False)
+    def _run_processes(self, server: ControlServer | None, *arguments: Any) -> Any:
+        """Start the processes and wait for them; return what one of them has sent."""
+        results = mp.get_context(self._made_by).SimpleQueue()
+        globals_of_torch = [capture_globals()] if self._made_by == "spawn" else []
+        started = mp.start_processes(
+            self._wrapping_function,
+            args=(*arguments, results, *globals_of_torch),
+            nprocs=self._owner.num_processes,
+            join=False,
+            start_method=self._made_by,
+        )
+        self.procs = started.processes
+        try:
+            has_ended = server is not None and self._wait(server, results)
+            while not has_ended and not started.join():
+                pass
+        finally:
+            for path in started.error_files:
+                Path(path).unlink(missing_ok=True)
+        return results.get()
 
-    def failed(self, record: FailureRecord) -> None:
-        """Continues processes that are stopped, so that they hear of the failure."""
-        for process in filter(_runs, self._processes):
-            with suppress(ProcessLookupError):  # the main thread has just waited for it
-                os.kill(process.pid, signal.SIGCONT)
+    def _wait(self, server: ControlServer, results: Any) -> bool:
+        """Wait until all processes have ended well, or one has not and it is known why.
 
-    def kill_one(self, pid: int) -> None:
-        """Ends a process that the others go on without."""
-        for process in filter(_runs, self._processes):
-            if process.pid == pid:
-                process.kill()
+        One that ends well before all ranks have connected has failed, as the others wait for it. The server
+        is told of each that fails, and where the job continues without lost ranks of each end.
 
-    def _wait(self, server: ControlServer, results: Any) -> None:
-        """Waits until all have ended well, or one has not and it is known why.
-
-        One that ends well before all ranks have found each other has failed, as the others wait for it. The
-        server is told of each that fails, before torch ends the others; where the run goes on without lost
-        ranks of each end.
+        Returns:
+            False if torch is to end the others, and to say how one has failed.
 
         Raises:
             PeerFailure: all have ended well, so that nobody else is left to be told of a failure.
         """
-        tells_all = self._settings.recovery is not None
+        goes_on = self._settings.recovery is not None
         told: set[int] = set()
-        failure: FailureRecord | None = None
         while True:
-            codes = [process.exitcode for process in self._processes]
-            for local_rank, code in enumerate(codes):
-                pid = self._processes[local_rank].pid
-                if pid not in told and (code or (code == 0 and tells_all and server.has_met)):
-                    told.add(pid)
-                    self._tell_exit(server, local_rank, code)
-                if code and self._is_out(local_rank, server):
-                    codes[local_rank] = 0
-            failure = failure or server.wait_for_verdict(0.0)
-            if any(codes) and (failure is not None or not tells_all):
-                return
-            if 0 in codes and failure is None and not server.has_met:
-                failure = self._tell_exit(server, codes.index(0), 0)
-            awaited = [rank for rank, code in enumerate(codes) if code != 0]
-            if not awaited and failure is not None:
-                raise failure.to_error()
-            if not awaited and not results.empty():
-                return
-            running = (process for process in self._processes if process.exitcode is None)
-            wait([process.sentinel for process in running], _LOOK_AGAIN_S)
+            codes = dict(enumerate(process.exitcode for process in self.procs))
+            for local_rank, code in codes.items():
+                if local_rank not in told and (code or (code == 0 and (goes_on or not server.has_met))):
+                    told.add(local_rank)
+                    pid, rank = self.procs[local_rank].pid or 0, self._first_rank + local_rank
+                    server.tell(Exited(exit_record(Identity(rank=rank, node_rank=0, pid=pid), code)))
+            failure = server.wait_for_verdict(0.0)
+            counting = [n for n in codes if not codes[n] or not server.goes_on_without(self._first_rank + n)]
+            if any(codes[n] for n in counting) and (failure is not None or not goes_on):
+                return False
+            if all(codes[n] == 0 for n in counting):
+                if failure is not None:
+                    raise failure.to_error(is_rank=False)
+                if not results.empty():
+                    return True
+            wait([process.sentinel for process in self.procs if process.exitcode is None], _LOOK_AGAIN_S)
 
-    def _tell_exit(self, server: ControlServer, local_rank: int, code: int) -> FailureRecord:
-        pid = self._processes[local_rank].pid
-        identity = Identity(rank=self._first_rank + local_rank, node_rank=0, pid=pid)
-        record = exit_record(identity, code)
-        server.tell(Exited(record))
-        return record
+    def _with_exit(self, record: FailureRecord) -> FailureRecord:
+        """Return a failure with the exit code of its process, which all have by now."""
+        local_rank = record.rank - self._first_rank
+        code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
+        return record.with_exit(code, exit_message(code)) if code else record
 
-    def _is_out(self, local_rank: int, server: ControlServer) -> bool:
-        """Whether it is nothing to the run how a process ends, as the others go on."""
-        return server.goes_on_without(self._first_rank + local_rank)
+    def failed(self, record: FailureRecord) -> None:
+        """Continue processes that are stopped, so that they hear of the failure."""
+        for process in filter(_runs, self.procs):
+            with suppress(ProcessLookupError):  # the main thread has just waited for it
+                os.kill(process.pid or 0, signal.SIGCONT)
+
+    def kill_one(self, pid: int) -> None:
+        """Kill a process that the others go on without."""
+        for process in filter(_runs, self.procs):
+            if process.pid == pid:
+                process.kill()
 
     def _wrapping_function(
         self,
@@ -301,7 +295,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         if worker_output is None:  # SIGTERM has stopped all ranks, and ends the script as it does elsewhere
             note_sigterm(trainer)
-            raise sigterm_exception(trainer)
+            raise sigterm_exception(trainer)(PREEMPTED)
         super()._recover_results_in_main_process(worker_output, trainer)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
@@ -313,17 +307,13 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         return self._output
 
 
-_ENDED_WELL: Any = SimpleNamespace(exitcode=0, is_alive=lambda: False, join=lambda timeout=None: None)
-"""What torch has in the place of a process whose end is none of the run."""
-
-
 def _runs(process: Any) -> bool:
-    """Whether a process has not ended. Any thread: it takes no exit code from the one that waits for it."""
+    """Return True if a process has not ended. Thread-safe: takes no exit code from who waits for it."""
     return not wait([process.sentinel], 0.0)
 
 
 def _run(function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
-    """Runs the function of a process; unwinds as Lightning does from exceptions in the main process only."""
+    """Run the function of a process; unwind as Lightning does in the main process only."""
     try:
         return job_context().control.run(trainer, function, *args, **kwargs)
     except BaseException as error:
@@ -338,42 +328,23 @@ def _run(function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kw
 
 
 def _is_stop(error: BaseException, trainer: Trainer | None) -> bool:
-    """Whether SIGTERM has stopped this rank and all others at one step."""
+    """Return True if SIGTERM has stopped this rank and all others at one step."""
     return trainer is not None and is_enabled() and isinstance(error, sigterm_exception(trainer))
 
 
-def _remove_error_files(error: mp.ProcessRaisedException | mp.ProcessExitedException) -> None:
-    """Removes the files in which torch has the exceptions of processes, all of which have ended by now."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        joined = frame.f_locals.get("self")
-        if isinstance(joined, mp.ProcessContext):
-            for path in joined.error_files:
-                Path(path).unlink(missing_ok=True)
-
-
 def _is_of_pickle(error: BaseException) -> bool:
-    """Whether it was raised while something was pickled for a new process."""
+    """Return True if it was raised while something was pickled for a new process."""
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return isinstance(error, Exception) and any(code is reduction.dump.__code__ for code in frames)
 
 
-def _process_failure(
-    error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int
-) -> PeerFailure:
-    code, kind, trace = 1, None, None
+def _failure_of(
+    error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int, node_rank: int
+) -> FailureRecord:
+    """Return the failure of a process, as torch tells it."""
+    who = Identity(rank=first_rank + int(error.error_index), node_rank=node_rank, pid=error.error_pid)
     if isinstance(error, mp.ProcessExitedException):
-        code = int(error.exit_code)
-        message = exit_message(code)
-    else:
-        trace = str(error).strip()
-        kind, _, message = trace.splitlines()[-1].partition(": ")
-    return PeerFailure(
-        rank=first_rank + int(error.error_index),
-        host=socket.gethostname(),
-        pid=error.error_pid,
-        exit_code=code,
-        exception_type=kind,
-        message=message,
-        traceback=trace,
-        is_own=None,
-    )
+        return exit_record(who, int(error.exit_code))
+    trace = str(error).strip()
+    kind, _, message = trace.splitlines()[-1].partition(": ")
+    return FailureRecord.of_identity(who, message, exit_code=1, exception_type=kind, traceback=trace)

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -27,28 +27,10 @@ import torch
 
 from lightning_ddp.hydra_jobs.jobs import STARTER
 
-__all__ = ["CANNOT_BEGIN", "ChildCommand", "Program", "last_resort", "run_as_main"]
+__all__ = ["CANNOT_BEGIN", "ChildCommand", "Launch", "Program", "last_resort", "run_as_main"]
 
 CANNOT_BEGIN = 127
 """Exit code of a process that ended before its program began."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChildCommand:
-    """Command of the children of a run. Made before anything else is, so that an error leaves nothing."""
-
-    arguments: Sequence[str]
-    """The command line."""
-    cwd: str | None = None
-    """The working directory; None for this process's."""
-    handed: IO[bytes] | None = None
-    """The file with what Hydra has composed, which the children inherit; None without Hydra."""
-    logs: Path | None = None
-    """The folder for what the children print; None for this process's terminal."""
-
-    def log_of(self, rank: int) -> Path | None:
-        """Return the file to which the output of a rank is appended, or None."""
-        return None if self.logs is None else self.logs / f"{rank}.log"
 
 
 @dataclass(frozen=True)
@@ -62,18 +44,51 @@ class Program:
     job: int | None = None
     """File descriptor of the job that Hydra composed for it; None without Hydra."""
 
-    @staticmethod
-    def of(command: Sequence[str]) -> Program | None:
-        """Return the program of a launcher's command line; None if it starts no Python program."""
-        if len(command) < 2 or command[0] != sys.executable:
-            return None
-        first, *rest = command[1:]
-        if first == STARTER:
-            job, kind, name, *arguments = rest
-            return Program(kind, name, arguments, int(job))
-        if first == "-m" and rest:
-            return Program("module", rest[0], rest[1:])
-        return None if first.startswith("-") else Program("script", first, rest)
+
+@dataclass(frozen=True, kw_only=True)
+class ChildCommand:
+    """Command of the other ranks. Made before anything else is, so that an error leaves nothing."""
+
+    program: Program
+    cwd: str
+    """Working directory."""
+    handed: IO[bytes] | None = None
+    """File with the job that Hydra composed, for all ranks; None without Hydra."""
+    logs: Path | None = None
+    """Folder for the output of ranks; None for the terminal of this process."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Command line that starts Python."""
+        kind, name = self.program.kind, self.program.name
+        start = ["-m", name] if kind == "module" else [name]
+        if self.handed is not None:
+            start = [STARTER, str(self.handed.fileno()), kind, name]
+        return [sys.executable, *start, *self.program.arguments]
+
+    def log_of(self, rank: int) -> Path | None:
+        """Return the file to which the output of a rank is appended, or None."""
+        return None if self.logs is None else self.logs / f"{rank}.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Ranks of a node that one process starts."""
+
+    command: ChildCommand
+    environment: Mapping[str, str]
+    """Environment variables of all of them, without LOCAL_RANK."""
+    first_rank: int
+    node_rank: int
+    num_ranks: int
+    """Number of ranks of this node, with the first one."""
+    world_size: int
+    is_later: bool
+    """True if they are started only on request, as the job has begun already."""
+    goes_on: bool
+    """True if the job continues without ranks that it loses."""
+    grace_s: float
+    """Seconds that a process has to end after a failure."""
 
 
 @contextlib.contextmanager

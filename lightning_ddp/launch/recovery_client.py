@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.activity import Interrupt
-from lightning_ddp.comm.teardown import abort_groups
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
@@ -112,6 +113,7 @@ class RecoveryClient:
             watch.update(RankState.stand)
         else:
             watch.update(lambda state: state.answer(progress))
+            gc.collect()  # frees what is left of an earlier group, while the others report
         with self.waiting():
             while True:
                 self._changed.clear()

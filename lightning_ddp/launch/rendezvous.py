@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
+from lightning_ddp._torch import never_destroy
+from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.barrier import store_of_attempt
-from lightning_ddp.comm.teardown import remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError, one_of
 from lightning_ddp.launch.interface import (
     backend_names,
@@ -136,14 +137,17 @@ class Rendezvous:
         process, with the arguments of `HostedStore`.
 
         Raises:
-            ConfigurationError: several nodes, and no port that all of them know.
+            ConfigurationError: several nodes, and no address or port that all of them know.
             RendezvousError: the named port is taken.
         """
         named = tcp_address(init_method)
         address, port = named or (environment.main_address, _port_of(environment))
-        if num_nodes > 1 and port is None:
+        missing = "MASTER_PORT" if port is None else None
+        if named is None and isinstance(environment, LightningEnvironment):
+            missing = missing or (None if os.environ.get("MASTER_ADDR") else "MASTER_ADDR")
+        if num_nodes > 1 and missing is not None:  # without an address, each node would wait for itself
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but MASTER_PORT is not set. Set MASTER_ADDR and MASTER_PORT to the"
+                f"num_nodes={num_nodes}, but {missing} is not set. Set MASTER_ADDR and MASTER_PORT to the"
                 " same values on every node, and NODE_RANK to 0, 1, ..."
             )
         self._num_runs += 1
@@ -443,6 +447,7 @@ def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | No
 
 def _leave(path: Path, store: Any, world_size: int) -> None:
     """Remove the file if this is the last rank that exits, so that a run leaves none behind."""
+    never_destroy([store])  # torch's destructor makes the file again if another rank has just removed it
     with suppress(OSError, RuntimeError):
         if path.exists() and store.add("lightning_ddp/left", 1) == world_size:
             path.unlink(missing_ok=True)

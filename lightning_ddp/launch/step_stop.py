@@ -19,15 +19,18 @@ from lightning_ddp.supervise.rank_state import Passage
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
-__all__ = ["StepStop"]
+__all__ = ["PREEMPTED", "StepStop"]
+
+
+PREEMPTED = 143
+"""Exit code of a script that a signal stopped at a step boundary, as schedulers know it: 128 + SIGTERM."""
 
 
 class StepStop:
     """Stops the loops of one Trainer.
 
-    Lightning broadcasts the signal in its handler and asks for it with a collective in every step. Both block
-    where no Python runs, and after a signal to another rank than 0, rank 0 waits forever. Here the loops read
-    the order of the control channel, which costs a lock and a counter.
+    Lightning asks for a signal with a collective in every step. Here the loops read the order of the control
+    channel, which costs a lock and a counter.
     """
 
     def __init__(self, context: JobContext) -> None:
@@ -63,10 +66,13 @@ class StepStop:
             return True
         note_sigterm(self._trainer)
         wish = ours.watch.state.stops_for if ours.watch is not None else None
-        if wish is not None and wish.is_requeue:
+        is_requeue = wish is not None and wish.is_requeue
+        if wish is not None and is_requeue:
             # all ranks save a checkpoint together, and rank 0 asks SLURM to start the job again
             self._requeue(wish.signal, None)
-        raise sigterm_exception(self._trainer)
+        # what others have started is judged by them
+        is_judged = self._context.children.are_of_this_process and not is_requeue
+        raise sigterm_exception(self._trainer)(PREEMPTED if is_judged else 0)
 
     def check_evaluation(self) -> None:
         """Pass a step of an evaluation: a boundary unless it belongs to a fit, which has its own."""

@@ -1,7 +1,4 @@
-"""SIGTERM, which stops all ranks at a step boundary, or makes one leave; a second one exits at once.
-
-While a rank waits for others, which it prints in a line, SIGTERM and Ctrl-C end it at once.
-"""
+"""Handlers of signals: while a rank waits for others, in a run, and after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,25 +10,18 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish
 
-__all__ = ["StopSignals", "WaitSignals", "describe_rank", "second_interrupt_ends", "tell_long_wait"]
+__all__ = ["StopSignals", "ended_by_signals", "second_interrupt_ends", "tell_long_wait"]
 
 LONG_S = 5.0
-_REACTS_WITHIN_S = 1.0
 _IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02
-
-
-def describe_rank(rank: int) -> str:
-    """Describe this process."""
-    return f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
 
 
 @contextmanager
@@ -39,7 +29,7 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
     """Print in a line what this rank waits for in this context, after 5 s; calls `what` in a thread."""
 
     def tell() -> None:
-        who = describe_rank(rank)
+        who = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
         print(f"lightning_ddp: {who} has waited {LONG_S:g} s for {what()}", file=sys.stderr, flush=True)
 
     timer = threading.Timer(LONG_S, tell)
@@ -51,78 +41,25 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
         timer.cancel()
 
 
-class WaitSignals:
-    """Context in which a rank waits for others, and SIGTERM and Ctrl-C end it at once.
+@contextmanager
+def ended_by_signals() -> Generator[None, None, None]:
+    """Let SIGTERM and Ctrl-C end this process at once in this context, also in C++.
 
-    SIGTERM raises `RendezvousError` and Ctrl-C `KeyboardInterrupt`. If the main thread waits in C++, where it
-    raises nothing, another thread ends the process. Does nothing outside of the main thread.
-
-    Args:
-        who: this process, for people.
-        what: what it waits for, for people. Thread-safe.
-        end: called with the reason in the other thread, before that ends the process.
+    Does nothing outside of the main thread. Signals that are ignored, and a handler of the script for Ctrl-C,
+    stay as they are.
     """
-
-    def __init__(self, who: str, what: Callable[[], str], end: Callable[[str], None]) -> None:
-        self._who, self._what, self._end = who, what, end
-        self._begun_at = time.monotonic()
-        self.is_on = False
-        """True in the context."""
-        self.previous: dict[int, Any] = {}
-        """Handlers that this one replaces."""
-        self._has_reacted = threading.Event()
-        self._wakes: tuple[socket.socket, socket.socket] | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        usual = {signal.SIGTERM: None, signal.SIGINT: signal.default_int_handler}
-        for number, only in usual.items():
-            previous = signal.getsignal(number)
-            if previous is not signal.SIG_IGN and only in (None, previous):
-                self.previous[number] = previous
-                signal.signal(number, self.on_signal)
-        self.is_on = True
-        reading, writing = socket.socketpair()
-        writing.setblocking(False)
-        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # somebody else has need of it: then signals wait where the main thread does
-            signal.set_wakeup_fd(before)
-            return
-        self._wakes = (reading, writing)
-        threading.Thread(target=self._look, args=(reading,), daemon=True, name="wait-signals").start()
-
-    def __exit__(self, *error: object) -> None:
-        self.is_on = False
-        if self._wakes is not None:
-            signal.set_wakeup_fd(-1)
-            self._wakes[1].close()  # the thread closes the other one
-        for number, previous in self.previous.items():
-            if signal.getsignal(number) == self.on_signal:
-                signal.signal(number, previous)
-
-    def on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Raise `RendezvousError` for SIGTERM, `KeyboardInterrupt` for SIGINT."""
-        self._has_reacted.set()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt(self._message(number))
-        if callable(self.previous.get(number)):
-            self.previous[number](number, frame)
-        raise RendezvousError(self._message(number))
-
-    def _message(self, number: int) -> str:
-        name, waited_s = signal.Signals(number).name, time.monotonic() - self._begun_at
-        return f"{self._who}: {name} after it had waited {waited_s:.0f} s for {self._what()}"
-
-    def _look(self, reading: socket.socket) -> None:
-        with reading:
-            while data := reading.recv(1):
-                if data[0] in self.previous and not self._has_reacted.wait(_REACTS_WITHIN_S) and self.is_on:
-                    message = self._message(data[0])
-                    print(f"lightning_ddp: {message}", file=sys.stderr, flush=True)
-                    with suppress(BaseException):  # whatever comes, it is to end
-                        self._end(message)
-                    os._exit(128 + data[0])
+    replaced = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before = signal.getsignal(number)
+            is_scripts = number == signal.SIGINT and before is not signal.default_int_handler
+            if before not in (None, signal.SIG_IGN) and not is_scripts:
+                replaced[number] = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, before in replaced.items():
+            signal.signal(number, before)
 
 
 class StopSignals:
@@ -153,14 +90,9 @@ class StopSignals:
         self._num_received = 0
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
-        self._wait: WaitSignals | None = None
         if threading.current_thread() is threading.main_thread():
             for number in {signal.SIGTERM, *numbers}:
                 self._previous[number] = signal.signal(number, self._on_signal)
-            wait = getattr(self._previous[signal.SIGTERM], "__self__", None)
-            if isinstance(wait, WaitSignals):
-                self._wait = wait
-                self._previous[signal.SIGTERM] = wait.previous.get(signal.SIGTERM)
 
     def restore(self) -> None:
         """Restore the previous handlers, unless somebody has replaced this one."""
@@ -171,19 +103,15 @@ class StopSignals:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         previous = self._previous.get(number)
         is_inherited = os.getpid() != self._pid  # such as a worker of a data loader
-        is_between = not is_inherited and self._is_between()
-        if is_between and previous not in (None, signal.SIG_DFL):
-            if callable(previous):
+        if is_inherited or self._is_between():
+            if callable(previous) and not is_inherited:
                 previous(number, frame)
-            return
-        if is_inherited or is_between:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            elif is_inherited or previous is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if self._is_ending():
             return
-        if self._wait is not None and self._wait.is_on and number == signal.SIGTERM:
-            self._wait.on_signal(number, frame)
         self._num_received += 1
         if self._num_received > 1:
             name = signal.Signals(number).name

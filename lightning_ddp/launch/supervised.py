@@ -10,22 +10,22 @@ import functools
 import itertools
 import mmap
 import os
-import queue
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp.launch.program import ChildCommand
+from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.zygote import receive, send
 from lightning_ddp.supervise.failure_record import FailureRecord
 
-__all__ = ["Launch", "RemoteStore", "SupervisorLink", "become_supervised", "supervisor_link", "was_passed_on"]
+__all__ = ["RemoteStore", "SupervisorLink", "become_supervised", "supervisor_link", "was_passed_on"]
 
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "LD_", "PYTHON")
 """Variables that the interpreter, torch, OpenMP or the allocator had read when the supervisor began."""
@@ -35,25 +35,6 @@ _SET_BY_IMPORTS = {
 }
 _PUSHED = 0
 """Number of an answer that nobody asked for: the end of a child."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The ranks of a node that the supervisor is to start."""
-
-    command: ChildCommand
-    environment: Mapping[str, str]
-    """Environment variables of all of them, without LOCAL_RANK."""
-    first_rank: int
-    node_rank: int
-    num_ranks: int
-    """Number of ranks of this node, with the first one."""
-    is_later: bool
-    """True if they are started only on request, as the job has begun already."""
-    goes_on: bool
-    """True if the job continues without ranks that it loses."""
-    grace_s: float
-    """Seconds that a process has to end after a failure."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +64,7 @@ class SupervisorLink:
         self._connection = connection
         self._environment = dict(os.environ)
         self._numbers = itertools.count(_PUSHED + 1)
-        self._answers: dict[int, queue.SimpleQueue[Any]] = {}
+        self._answers: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._is_listening = False
 
@@ -139,15 +120,12 @@ class SupervisorLink:
         return failure
 
     def _ask(self, name: str, *args: Any, files: Sequence[int] = (), **options: Any) -> Any:
-        result = self._post(name, args, options, files).get()
-        if isinstance(result, Exception):
-            raise result
-        return result
+        return self._post(name, args, options, files).result()
 
     def _post(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], files: Sequence[int]
-    ) -> queue.SimpleQueue[Any]:
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    ) -> Future[Any]:
+        answer: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
             self._answers[number] = answer
@@ -167,7 +145,8 @@ class SupervisorLink:
                 with self._lock:
                     self._is_listening = False
                     for answer in self._answers.values():
-                        answer.put(ConnectionResetError("the supervisor has ended"))
+                        answer.set_exception(ConnectionResetError("the supervisor has ended"))
+                    self._answers.clear()
                 return
             number, result, is_last = received[0]
             if number == _PUSHED:
@@ -177,7 +156,10 @@ class SupervisorLink:
                 answer = self._answers.pop(number)
                 if is_last:
                     self._is_listening = False
-            answer.put(result)
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
             if is_last:
                 return
 

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,12 +25,13 @@ from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
 from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.last_words import show_report
-from lightning_ddp.launch.program import ChildCommand, Program, last_resort, run_as_main
+from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
-from lightning_ddp.launch.supervised import Launch, SupervisorLink, become_supervised
+from lightning_ddp.launch.step_stop import PREEMPTED
+from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
 from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
-from lightning_ddp.supervise.guard import PATIENCE_S, Guard, tell_guard
+from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
@@ -59,6 +59,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._passed_on = mmap.mmap(-1, 1)
+        """The last signal that was passed on, for all ranks."""
 
     def run(self, program: Program) -> NoReturn:
         """Run a program; end as its rank 0 does.
@@ -91,8 +92,7 @@ class Supervisor:
             lambda: _answer(link, host),
         ):
             threading.Thread(target=target, daemon=True).start()
-        while first.poll() is None:
-            wait([] if first.end is None else [first.end], _LOOK_EVERY_S if first.end is None else None)
+        first.wait()
         code = host.end()
         zygote.close()
         _end_as(code)
@@ -108,7 +108,9 @@ class Supervisor:
             output = dict.fromkeys(output, os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
         wanted = {0: 0, **output, **files}
         link.detach()
-        keep_files({number: present for number, present in wanted.items() if _is_open(present)})
+        keep_files(
+            {n: present for n, present in wanted.items() if os.path.exists(f"/proc/self/fd/{present}")}
+        )
         if start.cwd is not None:
             os.chdir(start.cwd)
         os.environ.clear()
@@ -154,14 +156,6 @@ def _answer(link: socket.socket, host: JobHost) -> None:
         host.tell_first(number, result)
 
 
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 class JobHost(LocalProcesses):
     """Store, control server and other ranks of a node, at the request of its rank 0.
 
@@ -179,21 +173,13 @@ class JobHost(LocalProcesses):
         self._failure: FailureRecord | None = None
         self._store: HostedStore | None = None
         self._server: ControlServer | None = None
-        self._grace_s = 0.0
-        self._launch: Launch | None = None
-        self._children = self._make_children()
-        self._guard: Guard | None = None
+        self._children = Children(self._ended, starter=self._start)
         self._has_lost_zygote = self._is_ending = False
 
-    def _make_children(self) -> Children:
-        children = Children(self._ended, starter=self._start)
-        children.tells_all = True
-        return children
-
     @property
-    def has_job(self) -> bool:
-        """Return whether rank 0 needs this host still."""
-        return self._launch is not None
+    def _job(self) -> Launch | None:
+        """Request of rank 0, while it needs this host."""
+        return self._children.launch
 
     # ------------------------------------------------------------------ requests of rank 0
 
@@ -204,7 +190,6 @@ class JobHost(LocalProcesses):
         return int(self._store.store.port)
 
     def close_store(self) -> None:
-        """Free the port of the store."""
         self._store = None
 
     def open_server(self, address: str, settings: SupervisionSettings, **options: Any) -> int:
@@ -223,16 +208,11 @@ class JobHost(LocalProcesses):
         Args:
             handed: file descriptor of the job that Hydra composed.
         """
-        self._launch, self._grace_s = launch, launch.grace_s
-        command, children = launch.command, self._children
         if handed is not None:
-            command = replace(command, handed=os.fdopen(handed, "rb"))
-        children.first_rank, children.node_rank = launch.first_rank, launch.node_rank
-        for local_rank in range(launch.num_ranks):
-            variables = {**launch.environment, "LOCAL_RANK": str(local_rank)}
-            is_later = launch.is_later or local_rank == 0
-            children.start(local_rank, command, variables, is_later=is_later)
-        self._guard = Guard(ends_launcher=False)
+            command = replace(launch.command, handed=os.fdopen(handed, "rb"))
+            launch = replace(launch, command=command)
+        self._children.launch = launch
+        self._children.start_all()
 
     def kill_rank(self, rank: int) -> None:
         """Kill the process that had this rank in the beginning."""
@@ -251,7 +231,7 @@ class JobHost(LocalProcesses):
         self._wait_for_others()
         failure = self._verdict()
         self._close()
-        self._children, self._launch, self._failure = self._make_children(), None, None
+        self._children, self._failure = Children(self._ended, starter=self._start), None
         return failure
 
     # ------------------------------------------------------------------ in the thread of the server
@@ -272,22 +252,23 @@ class JobHost(LocalProcesses):
         """Continue stopped ranks, so that they hear of the failure; from now on the guard counts."""
         self._first.send_signal(signal.SIGCONT)
         self._children.wake()
-        is_gone = self._first.returncode is not None
-        tell_guard(os.getpid(), -1, True, min(self._grace_s, PATIENCE_S) if is_gone else self._grace_s)
+        if self._job is not None:
+            is_gone = self._first.returncode is not None
+            grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
+            tell_guard(os.getpid(), -1, True, grace_s)
 
     # ------------------------------------------------------------------ ends
 
     def _start(self, command: ChildCommand, environment: Mapping[str, str], log: Path | None) -> Fork:
         """Have a rank forked."""
-        program = Program.of(command.arguments)
-        assert program is not None  # rank 0 looked at it
+        job = None if command.handed is None else command.handed.fileno()
         start = Start(
-            program=program, environment=environment, cwd=command.cwd, log=None if log is None else str(log)
+            program=replace(command.program, job=job),
+            environment=environment,
+            cwd=command.cwd,
+            log=None if log is None else str(log),
         )
-        files = (
-            {} if program.job is None or command.handed is None else {program.job: command.handed.fileno()}
-        )
-        return self._zygote.start(start, files)
+        return self._zygote.start(start, {} if job is None else {job: job})
 
     def _ended(self, record: FailureRecord) -> None:
         """Tell the server, or rank 0, that a rank ended."""
@@ -300,12 +281,12 @@ class JobHost(LocalProcesses):
     def tell_first(self, number: int, result: Any) -> None:
         """Answer a request of rank 0; or with number 0 tell it of the end of a child."""
         with self._link_lock, contextlib.suppress(OSError):  # it has ended
-            send(self._link, (number, result, number and not self.has_job))
+            send(self._link, (number, result, number and self._job is None))
 
     def send_signal_to_first(self, number: int) -> None:
         """Send a signal to the first rank of this node that runs."""
         processes = [self._first, *self._children.procs]
-        running = next((process for process in processes if process.poll() is None), None)
+        running = next((process for process in processes if process.returncode is None), None)
         if running is not None:
             running.send_signal(number)
 
@@ -331,11 +312,10 @@ class JobHost(LocalProcesses):
         """
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
-        who = Identity(
-            rank=self._children.first_rank or 0, node_rank=self._children.node_rank, pid=self._first.pid
-        )
-        if self.has_job and not self._has_lost_zygote:
-            self._ended(exit_record(who, code))
+        node_rank = self._children.node_rank
+        who = Identity(rank=self._children.first_rank, node_rank=node_rank, pid=self._first.pid)
+        if self._job is not None and not self._has_lost_zygote:
+            self._ended(exit_record(who, 0 if code == PREEMPTED else code))
         self._wait_for_others()
         failure, server = self._verdict(), self._server
         has_gone_on = server is not None and failure is None and self._is_left_behind()
@@ -351,28 +331,26 @@ class JobHost(LocalProcesses):
     def _wait_for_others(self) -> None:
         """Wait until all other ranks ended; end them where they do not after rank 0."""
         server, code = self._server, self._first.returncode
-        ends_at = time.monotonic() + max(_EXIT_GRACE_S, self._grace_s + _LATER_S)
+        grace_s = 0.0 if self._job is None else self._job.grace_s
+        ends_at = time.monotonic() + max(_EXIT_GRACE_S, grace_s + _LATER_S)
         if code and server is None and self._children.node_rank == 0:
             self._children.kill()  # nobody has told them
         while not self._children.join(_LOOK_EVERY_S):
             if self._is_left_behind():
                 ends_at = math.inf
             elif server is not None and code is not None and not (code and server.goes_on and server.has_met):
-                self._kill_strangers(server)
+                for process in self._children.procs:
+                    # one that has not connected does not hear that rank 0 is gone
+                    if not server.knows(Identity(rank=-1, node_rank=0, pid=process.pid)):
+                        process.send_signal(signal.SIGKILL)
             if time.monotonic() > ends_at:
                 self._children.end(0.0)
-
-    def _kill_strangers(self, server: ControlServer) -> None:
-        """Kill ranks that have not connected: they do not hear that rank 0 is gone."""
-        for process in self._children.procs:
-            if not server.knows(Identity(rank=-1, node_rank=0, pid=process.pid)):
-                process.send_signal(signal.SIGKILL)
 
     def _is_left_behind(self) -> bool:
         """Return whether the others continue without rank 0, as far as is known here."""
         server = self._server
         if server is None:
-            return self._children.node_rank != 0 and self._launch is not None and self._launch.goes_on
+            return self._job is not None and self._job.node_rank != 0 and self._job.goes_on
         is_member = any(who.pid == self._first.pid for who in server.identities)
         return server.goes_on and server.has_met and not is_member
 
@@ -388,6 +366,5 @@ class JobHost(LocalProcesses):
         """End the control server and the guard of the job."""
         if self._server is not None:
             self._server.close()
-        if self._guard is not None:
-            self._guard.end()
-        self._server = self._guard = None
+        self._server = None
+        self._children.end(0.0)

@@ -17,13 +17,13 @@ import socket
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lightning_ddp.launch.child_process import end_with
+from lightning_ddp.launch.child_process import end_with, is_alive
 from lightning_ddp.launch.program import Program
 
 __all__ = ["Fork", "Start", "Zygote", "fork", "receive", "send", "serve"]
@@ -31,6 +31,7 @@ __all__ = ["Fork", "Start", "Zygote", "fork", "receive", "send", "serve"]
 _AWAITED = {signal.SIGCHLD, signal.SIGIO}
 _SIZE = struct.Struct("!I")
 _MOST_FILES = 16
+_LOOK_EVERY_S = 0.05
 
 
 # ---------------------------------------------------------------------- messages with files
@@ -112,36 +113,24 @@ class Fork:
 
     def __init__(self, pid: int, told: socket.socket) -> None:
         self.pid = pid
-        self.end: socket.socket | None = told
-        """Readable when it has ended; None if only `poll` can tell."""
+        self._told = told
         self.returncode: int | None = None
+        """Exit code; None until `wait` has returned."""
 
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs. Thread-safe."""
-        if self.returncode is None and self.end is not None:
-            with contextlib.suppress(BlockingIOError):
-                answer = self.end.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # other threads read it too
-                if answer:
-                    self.returncode = int(answer)
-                else:  # the zygote is gone
-                    self.end = None
-        if self.returncode is None and self.end is None and not _is_alive(self.pid):
-            self.returncode = -signal.SIGKILL
+    def wait(self) -> int:
+        """Wait for its end; return its exit code. Called once."""
+        with self._told:
+            answer = self._told.recv(64)
+        while not answer and is_alive(self.pid):  # the zygote is gone
+            time.sleep(_LOOK_EVERY_S)
+        self.returncode = int(answer) if answer else -signal.SIGKILL
         return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Send it a signal unless it has ended."""
-        if self.poll() is None:
+        if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def fork() -> int:

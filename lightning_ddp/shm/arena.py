@@ -1,4 +1,4 @@
-"""Memory of one rank that all ranks of its host map, POSIX semaphores in it, and checks for dead peers.
+"""Memory of one rank that all ranks of its host map, POSIX semaphores in it, and a check for dead peers.
 
 The memory is an anonymous file (`memfd_create`): its size does not depend on /dev/shm, and the kernel frees
 it with the last process that maps it, however that process ends. Peers open it through /proc to connect.
@@ -10,11 +10,9 @@ import ctypes
 import mmap
 import os
 import secrets
-import select
 import sys
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ _NAME = "lightning_ddp"
 _TOKEN_BYTES = 16
 _ALIGNMENT = 64
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_START_TIME = 18
+"""Index of the start time in /proc/<pid>/stat after the state."""
 _SEMAPHORE_FUNCTIONS = ("sem_init", "sem_post", "sem_trywait", "sem_clockwait")
 _NS_PER_S = 1_000_000_000
 
@@ -123,37 +123,12 @@ def _map(descriptor: int, nbytes: int) -> Any:
     return buffer
 
 
-class Lifeline:
-    """Check whether processes of this host are alive, correct also after their ids are reused."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = tuple(pids)
-        self._descriptors: list[int | None] = []
-        for pid in pids:
-            try:
-                self._descriptors.append(os.pidfd_open(pid))
-            except (OSError, AttributeError):  # ended already; or Linux before 5.3, or a sandbox
-                self._descriptors.append(None)
-
-    def is_alive(self, index: int) -> bool:
-        """Return True if the process with this index is alive."""
-        descriptor = self._descriptors[index]
-        if descriptor is None:
-            with suppress(OSError):
-                status = Path(f"/proc/{self._pids[index]}/stat").read_text()
-                return status.rpartition(")")[2].split()[0] not in "ZX"
-            return False
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return not poll.poll(0)
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        for descriptor in self._descriptors:
-            if descriptor is not None:
-                with suppress(OSError):
-                    os.close(descriptor)
-        self._descriptors = [None] * len(self._pids)
+def birth_of(pid: int) -> str | None:
+    """Return the start time of a living process, which tells it from a later one with its id; else None."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[_START_TIME] if state not in "ZX" else None
+    return None
 
 
 # ---------------------------------------------------------------------- semaphores

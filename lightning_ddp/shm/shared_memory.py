@@ -18,14 +18,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from lightning_ddp.comm.group import SLICE_S, Group
 from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.comm.subgroups import sub_group
-from lightning_ddp.shm.arena import Arena, Lifeline, OwnArena, Semaphore, open_arena
+from lightning_ddp.shm.arena import Arena, OwnArena, Semaphore, birth_of, open_arena
 from lightning_ddp.shm.hosts import Hosts, find_hosts, give_up
 
 _CPU = torch.device("cpu")
@@ -41,12 +41,29 @@ _LENT_BYTES = 2**23
 _IDLE_S = 5.0
 _END_S = 1.0
 # Offsets in a rank's control arena; each has a separate cache line.
-_CALL, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
+_REQUEST, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
 
 _Ticket = tuple[int, int, bytes]
 
 _Chunks = Sequence[tuple[torch.Tensor, ...]]
 """Elements that one rank adds, by chunk: the same slice of each contributing rank, in rank order."""
+
+
+class Request(NamedTuple):
+    """Tensor that a rank adds in an all-reduce, as the other ranks read it from its control arena."""
+
+    arena: int
+    """Number of the arena of the tensor; `_NOTHING` if the rank adds none."""
+    offset: int
+    """Offset in the arena in bytes."""
+    numel: int
+    dtype_code: int
+    """Index in `_DTYPES`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return _DTYPES[self.dtype_code]
 
 
 class SharedMemory:
@@ -70,7 +87,7 @@ class SharedMemory:
         """True if there is a free processor for a thread that reduces."""
         self._leaders: Group | None = None
         self._timeout_s = group.timeout_s(_CPU)
-        self._plans: dict[Any, _Chunks] = {}
+        self._plans: dict[tuple[Request, ...], _Chunks] = {}
         self._number = 0
         self._failure: BaseException | None = None
         self._on_slice: Callable[[float], None] | None = None
@@ -140,10 +157,10 @@ class SharedMemory:
                 self._arenas[index] = list(self._own)
             else:
                 self._arenas[index] = [open_arena(pids[index], ticket) for ticket in tickets[rank]]
-        self._lifeline = Lifeline(pids)
-        weakref.finalize(self, self._lifeline.close)
+        self._births = [birth_of(pid) for pid in pids]
         controls = [arenas[0] for arenas in self._arenas]
-        self._calls = [control.integers(_CALL, 5) for control in controls]
+        self._requests = [control.integers(_REQUEST, 1 + len(Request._fields)) for control in controls]
+        """The number of the last all-reduce of each rank, and its `Request`."""
         self._are_closed = [control.integers(_IS_CLOSED, 1) for control in controls]
         others = [i for i in range(len(self._ranks)) if i != self._me]
         self._posts = [_semaphore(controls[i], self._me) for i in others]
@@ -176,7 +193,7 @@ class SharedMemory:
         if place is None:
             raise ValueError("this tensor is not in shared memory")
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._call((*place, real.numel(), _DTYPES.index(real.dtype)), on_slice)
+        self._reduce(Request(*place, real.numel(), _DTYPES.index(real.dtype)), on_slice)
 
     def all_reduce_nothing(
         self, numel: int, dtype: torch.dtype, on_slice: Callable[[float], None] | None = None
@@ -184,37 +201,37 @@ class SharedMemory:
         """Take part in an `all_reduce` of the other ranks without a contribution."""
         if dtype.is_complex:
             numel, dtype = 2 * numel, dtype.to_real()
-        self._call((_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
+        self._reduce(Request(_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
 
-    def _call(self, call: tuple[int, int, int, int], on_slice: Callable[[float], None] | None) -> None:
+    def _reduce(self, request: Request, on_slice: Callable[[float], None] | None) -> None:
         if self._failure is not None:
             raise self._failure
         self._number += 1
         self._on_slice = on_slice
-        mine = self._calls[self._me]
+        mine = self._requests[self._me]
         try:
-            for position, value in enumerate((self._number, *call)):
+            for position, value in enumerate((self._number, *request)):
                 mine[position] = value
             self._meet()
-            calls = [tuple(other) for other in self._calls]
-            self._check_same(calls)
-            self._add_share(calls)
+            requests = tuple(Request(*other[1:]) for other in self._requests)
+            self._check_same(requests)
+            self._add_share(requests)
             self._meet()
             if not self.is_one_host:
-                self._sum_over_hosts(calls)
+                self._sum_over_hosts(requests)
         except BaseException as error:
             self._failure = error  # the ranks no longer agree on the next all-reduce
             raise
         finally:
             self._on_slice = None
 
-    def _sum_over_hosts(self, calls: Sequence[tuple[int, ...]]) -> None:
+    def _sum_over_hosts(self, requests: Sequence[Request]) -> None:
         """Sum the hosts' sums, which are in the first contributing rank's tensor; copy the total."""
-        views = [self._view(index, call) for index, call in enumerate(calls)]
+        views = self._views(requests)
         contributions = [view for view in views if view is not None]
         if self._leaders is not None:
-            _, _, _, numel, code = calls[self._me]
-            host_sum = contributions[0] if contributions else torch.zeros(numel, dtype=_DTYPES[code])
+            mine = requests[self._me]
+            host_sum = contributions[0] if contributions else torch.zeros(mine.numel, dtype=mine.dtype)
             self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU, lambda _: _check_not_ending())
         self._meet()
         own = views[self._me]
@@ -222,37 +239,40 @@ class SharedMemory:
             own.copy_(contributions[0])
         self._meet()
 
-    def _view(self, index: int, call: tuple[int, ...]) -> torch.Tensor | None:
-        _, arena, offset, numel, code = call
-        return None if arena == _NOTHING else self._arenas[index][arena].view(_DTYPES[code], offset, numel)
+    def _views(self, requests: Sequence[Request]) -> list[torch.Tensor | None]:
+        """Return the tensors of the ranks of this host; None for a rank that adds nothing."""
+        return [
+            None if r.arena == _NOTHING else arenas[r.arena].view(r.dtype, r.offset, r.numel)
+            for arenas, r in zip(self._arenas, requests, strict=True)
+        ]
 
-    def _add_share(self, calls: Sequence[tuple[int, ...]]) -> None:
-        key = tuple(call[1:] for call in calls)
-        plan = self._plans.get(key)
+    def _add_share(self, requests: tuple[Request, ...]) -> None:
+        plan = self._plans.get(requests)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._plan(calls)
-        is_wide = len(calls) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
+            plan = self._plans[requests] = self._plan(requests)
+        is_wide = len(requests) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
         add = _add_in_float32 if is_wide else _add_in_place
         add(plan, self.is_one_host)
 
-    def _plan(self, calls: Sequence[tuple[int, ...]]) -> _Chunks:
+    def _plan(self, requests: Sequence[Request]) -> _Chunks:
         """Return this rank's share of the elements, in chunks."""
-        numel = calls[0][3]
-        share = -(-numel // (len(calls) * _SHARE_ALIGNMENT)) * _SHARE_ALIGNMENT
-        views = [self._view(index, call) for index, call in enumerate(calls)]
+        numel = requests[0].numel
+        share = -(-numel // (len(requests) * _SHARE_ALIGNMENT)) * _SHARE_ALIGNMENT
         mine = slice(min(self._me * share, numel), min((self._me + 1) * share, numel))
-        parts = [view[mine].split(_CHUNK_NUMEL) for view in views if view is not None]
+        parts = [view[mine].split(_CHUNK_NUMEL) for view in self._views(requests) if view is not None]
         return [chunk for chunk in zip(*parts, strict=True) if chunk[0].numel()]
 
-    def _check_same(self, calls: Sequence[tuple[int, ...]]) -> None:
-        for index, call in enumerate(calls):
-            if call[3:] != calls[0][3:] or call[0] != calls[0][0]:
-                first, other = (f"{c[3]} elements of {_DTYPES[c[4]]}" for c in (calls[0], call))
+    def _check_same(self, requests: Sequence[Request]) -> None:
+        first = requests[0]
+        for index, other in enumerate(requests):
+            is_same = other.numel == first.numel and other.dtype_code == first.dtype_code
+            if not is_same or self._requests[index][0] != self._number:
+                found, theirs = (f"{r.numel} elements of {r.dtype}" for r in (first, other))
                 raise RuntimeError(
                     f"rank {self._group.rank}: in all-reduce {self._number} rank {self._ranks[0]} has"
-                    f" {first} and rank {self._ranks[index]} has {other}: the ranks reduce different"
+                    f" {found} and rank {self._ranks[index]} has {theirs}: the ranks reduce different"
                     " tensors"
                 )
 
@@ -267,46 +287,51 @@ class SharedMemory:
                 self._wait(semaphore, index)
 
     def _wait(self, semaphore: Semaphore, index: int) -> None:
-        activity = self._group.interrupt.activity if self._group.interrupt is not None else None
+        rank, group = self._ranks[index], self._group
+        activity = group.interrupt.activity if group.interrupt is not None else None
         noted: AbstractContextManager[None] = nullcontext()
         if activity is not None and activity.of_this_thread() is None:  # no wait is recorded yet
-            noted = activity.waiting(f"rank {self._ranks[index]} in shared memory")
+            noted = activity.waiting(f"rank {rank} in shared memory")
+
+        def ends_in_slice() -> bool:
+            if semaphore.wait(SLICE_S):
+                return True
+            group.check()
+            _check_not_ending()
+            if self._is_gone(index):
+                if semaphore.try_wait():  # it took part before it exited
+                    return True
+                raise RuntimeError(
+                    f"rank {group.rank}: connection closed by peer: rank {rank} (pid"
+                    f" {self._hosts.pids[rank]}) left before all-reduce {self._number} over shared memory was"
+                    " done"
+                )
+            if time.monotonic() - start > self._timeout_s:
+                raise RuntimeError(
+                    f"rank {group.rank}: rank {rank} did not start all-reduce {self._number} over shared"
+                    f" memory within {self._timeout_s:g} s"
+                )
+            if activity is not None:
+                activity.absent = self._absent(index)
+            return False
+
+        start = time.monotonic()
         with noted:
             try:
-                self._wait_in_slices(semaphore, index)
+                group.in_slices(ends_in_slice, self._on_slice)
             finally:
                 if activity is not None:
                     activity.absent = ()
 
-    def _wait_in_slices(self, semaphore: Semaphore, index: int) -> None:
-        start = time.monotonic()
-        while not semaphore.wait(SLICE_S):
-            self._group.check()
-            if self._group.interrupt is not None:
-                self._group.interrupt.activity.absent = self._absent(index)
-                self._group.interrupt.check_deadline()
-            _check_not_ending()
-            is_gone = not self._lifeline.is_alive(index) or self._are_closed[index][0]
-            if is_gone and semaphore.try_wait():  # it took part before it exited
-                return
-            rank = self._ranks[index]
-            if is_gone:
-                raise RuntimeError(
-                    f"rank {self._group.rank}: connection closed by peer: rank {rank} (pid"
-                    f" {self._hosts.pids[rank]}) left before all-reduce {self._number} over shared memory was"
-                    " done"
-                )
-            if self._on_slice is not None:
-                self._on_slice(time.monotonic() - start)
-            if time.monotonic() - start > self._timeout_s:
-                raise RuntimeError(
-                    f"rank {self._group.rank}: rank {rank} did not start all-reduce {self._number} over"
-                    f" shared memory within {self._timeout_s:g} s"
-                )
+    def _is_gone(self, index: int) -> bool:
+        """Return True if a rank's process has ended, or the rank has let go of its memory."""
+        birth = self._births[index]
+        has_ended = birth is None or birth_of(self._hosts.pids[self._ranks[index]]) != birth
+        return has_ended or bool(self._are_closed[index][0])
 
     def _absent(self, index: int) -> tuple[int, ...]:
         """Return the global ranks that have not begun this call; that of `index` if all have."""
-        behind = [other for _, other in self._waits if self._calls[other][0] < self._number] or [index]
+        behind = [other for _, other in self._waits if self._requests[other][0] < self._number] or [index]
         ranks = self._group.lane.ranks if self._group.lane is not None else range(self._group.size)
         return tuple(ranks[self._ranks[other]] for other in behind)
 

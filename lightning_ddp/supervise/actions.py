@@ -1,4 +1,4 @@
-"""What `JobState` has done by those around it."""
+"""Actions that `JobState` requests."""
 
 from __future__ import annotations
 
@@ -8,34 +8,27 @@ from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.orders import Order
 from lightning_ddp.supervise.processes import Process
 
-__all__ = ["Accuse", "Action", "HangUp", "Kill", "Say", "Send", "StartProcess"]
+__all__ = ["Accuse", "Action", "End", "Say", "Send", "StartProcess"]
 
 
 @dataclass(frozen=True)
 class Send:
-    """An order is to be sent."""
+    """Send an order."""
 
     process: Process
     order: Order
 
 
 @dataclass(frozen=True)
-class Kill:
-    """A lost process of the server's node is to be ended."""
-
-    process: Process
-
-
-@dataclass(frozen=True)
-class HangUp:
-    """The connection to a lost process is to be closed."""
+class End:
+    """Close the connection of a process, and kill it if it is on the server's node."""
 
     process: Process
 
 
 @dataclass(frozen=True)
 class StartProcess:
-    """A process is to be started in a place: by that launcher, or on the server's node if it is None."""
+    """Start a process in a place: by that launcher, or on the server's node if it is None."""
 
     launcher: Process | None
     place: int
@@ -44,16 +37,16 @@ class StartProcess:
 
 @dataclass(frozen=True)
 class Say:
-    """A text for people."""
+    """Print a text for people."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Accuse:
-    """A failure that no rank can be lost for."""
+    """End the job with a failure."""
 
     record: FailureRecord
 
 
-Action = Send | Kill | HangUp | StartProcess | Say | Accuse
+Action = Send | End | StartProcess | Say | Accuse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import socket
@@ -34,8 +35,6 @@ _LAST_FLUSH_WAIT_S = 5.0
 """Longer, as without the last report the exit of this process is a failure."""
 _LOOK_AGAIN_S = 5.0
 _LOOK_EVERY_S = 0.05
-_FIRST_PERIOD_S = 1.0
-"""Period of reports until an order says another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,6 @@ class ControlClient:
         where: returns what this rank does.
         parent: process that started this one, if it is of this job: its end is noticed.
         on_message: called with each message that is not for the client itself.
-        start: number of the start that this process follows, as in `Hello`.
         is_launcher: True if it starts the processes of its node.
 
     Raises:
@@ -82,17 +80,16 @@ class ControlClient:
         where: Callable[[], Where] = Where,
         parent: Identity | None = None,
         on_message: Callable[[Message], None] = lambda message: None,
-        start: int | None = None,
         is_launcher: bool = False,
     ) -> None:
-        self.state = RankState(identity.rank, is_new=start is not None)
+        self.state = RankState(identity.rank, is_new=identity.start is not None)
         """Read and changed while `lock` is held."""
         self.lock = threading.RLock()
-        self._first_identity = identity
         self.failure: FailureRecord | None = None
         self.has_lost_server = False
         """True if the failure is that of the server's process, which would report others."""
         self._server, self._settings, self._parent = server, settings, parent
+        self._first_identity = identity
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
         self._on_order = on_order
         self._heard_at = time.monotonic()
@@ -100,15 +97,14 @@ class ControlClient:
         self._outbox: deque[bytes] = deque()
         self._num_wakes = self._num_sent = 0
         self._sent = threading.Condition()
-        self._next_report = time.monotonic() + _FIRST_PERIOD_S
-        self._learned = threading.Event()
-        self._ordered = threading.Event()
-        """Set with each order, and when the job has failed."""
+        self._next_report = time.monotonic() + self.state.order.period_s
+        self._learned, self._ordered = threading.Event(), threading.Event()
+        """The latter is set with each order, too."""
         self._when_all_left: Callable[[], None] = _do_nothing
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
-        self._connection = self._connect(protocol.Hello(server.token, identity, start, is_launcher))
+        self._connection = self._connect(protocol.Hello(server.token, identity, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._parent_fd = _open_pid(parent)
@@ -121,14 +117,13 @@ class ControlClient:
         self._thread.start()
 
     def _connect(self, hello: Message) -> socket.socket:
-        where = (self._server.host, self._server.port)
+        host, port = self._server.host, self._server.port
         try:
-            connection = socket.create_connection(where, timeout=self._settings.heartbeat_timeout_s)
+            connection = socket.create_connection((host, port), timeout=self._settings.heartbeat_timeout_s)
         except OSError as error:
             raise RendezvousError(
-                f"rank {self.identity.rank}: cannot reach the control server at {where[0]}, port"
-                f" {where[1]}: {error}. Check that the first node is up and that no firewall blocks the"
-                " connection."
+                f"rank {self.identity.rank}: cannot reach the control server at {host}, port {port}: {error}."
+                " Check that the first node is up and that no firewall blocks the connection."
             ) from error
         connection.settimeout(None)
         keep_alive(connection, self._settings.heartbeat_timeout_s)
@@ -190,7 +185,7 @@ class ControlClient:
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
         """Report a failure of this process, and wait until that is on its way."""
-        self.post((protocol.SecondaryFailure if is_echo else protocol.Failed)(record.cut()))
+        self.post(protocol.SecondaryFailure(record) if is_echo else protocol.Failed(record))
         self.flush()
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
@@ -265,8 +260,11 @@ class ControlClient:
             for key, _ in self._selector.select(self._report()):
                 if not self._is_deaf or key.fileobj is self._wake_receiver:
                     key.data()
-        if self._is_closed:
-            self.close_sockets()
+        self.close_sockets()
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # the server is gone: reading says so too, and that is handled
+            self._connection.sendall(data)
 
     def _report(self) -> float | None:
         """Report if something is new or it is time; return the seconds until then."""
@@ -275,22 +273,19 @@ class ControlClient:
         now = time.monotonic()
         is_due = now >= self._next_report
         with self.lock:
-            order = self.state.order
+            period_s = self.state.order.period_s
             report = self.state.news(self._where, is_due=is_due)
         if report is not None:
-            with suppress(OSError):  # the server is gone: reading says so too, and that is handled
-                self._connection.sendall(pack(report))
-        period_s = order.period_s if order is not None else _FIRST_PERIOD_S
-        was_late = is_due and now - self._next_report > period_s  # this process was stopped itself
+            self._write(pack(report))
+        if is_due and now - self._next_report > period_s:  # this process was stopped itself
+            self._heard_at = now
         self._next_report = now + period_s if is_due else min(self._next_report, now + period_s)
         stall_s = self._settings.stall_timeout_s
-        if stall_s is None:
-            return max(0.0, self._next_report - now)
-        if was_late:
-            self._heard_at = now
-        silent_at = self._heard_at + stall_s + stall_s / REPORTS_A_TIMEOUT
-        if now >= silent_at:
-            self._learn(with_stack(silent(self._server.identity, stall_s)), is_news=True)
+        silent_at = math.inf if stall_s is None else self._heard_at + stall_s * (1 + 1 / REPORTS_A_TIMEOUT)
+        if stall_s is not None and now >= silent_at:
+            failure = with_stack(silent(self._server.identity, stall_s))
+            self.post(protocol.Failed(failure))  # which the server reads when it is continued
+            self._learn(failure)
             return None
         return max(0.0, min(self._next_report, silent_at) - now)
 
@@ -306,8 +301,7 @@ class ControlClient:
         self._wake_receiver.recv(4096)
         wakes = self._num_wakes
         while self._outbox:
-            with suppress(OSError):  # as of a report
-                self._connection.sendall(self._outbox[0])
+            self._write(self._outbox[0])
             self._outbox.popleft()
         self._report()
         with self._sent:
@@ -370,11 +364,9 @@ class ControlClient:
             self._selector.unregister(self._parent_fd or 0)
             self.post(protocol.PeerDisconnected(FailureRecord.of_identity(self._parent, GONE)))
 
-    def _learn(self, record: FailureRecord, *, is_news: bool = False) -> None:
+    def _learn(self, record: FailureRecord) -> None:
         if self.failure is None:
             self.failure = record
-            if is_news:  # to the server: if it is only stopped, it will read this when it is continued
-                self.post(protocol.Failed(record.cut()))
             self._stop_listening()
             self._learned.set()
             self._ordered.set()

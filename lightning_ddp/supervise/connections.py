@@ -8,7 +8,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice, takewhile
 
@@ -25,6 +25,7 @@ __all__ = ["Connections", "Peer", "explain_loss", "keep_alive"]
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 """Errors of a socket whose other host is unreachable, while a process that exits causes others."""
 _HELLO_LIMIT_BYTES = 1024
+_RECEIVE_BYTES = 64 * 1024
 _HELLO_WAIT_S = 10.0
 _BACKLOG = 65_535  # the kernel has a limit of its own
 _MOST_UNSENT_BYTES = 4 * 1024 * 1024
@@ -133,7 +134,7 @@ class Connections:
         if peer.is_closed:
             return
         try:
-            data = peer.connection.recv(LIMIT_BYTES)
+            data = peer.connection.recv(_RECEIVE_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
@@ -153,16 +154,7 @@ class Connections:
         """Send a message as soon as the connection takes it; the same object to many is packed once."""
         if self._packed is None or self._packed[0] is not message:
             self._packed = message, pack(message)
-        self._send_packed(peer, self._packed[1])
-
-    def send_all(self, messages: Iterable[Message]) -> None:
-        """Send messages to all processes of the job, last to this one, which may exit then."""
-        for data in map(pack, messages):
-            for peer in sorted(self.peers, key=_is_this_process):
-                self._send_packed(peer, data)
-
-    def _send_packed(self, peer: Peer, data: bytes) -> None:
-        peer.unsent += data
+        peer.unsent += self._packed[1]
         if len(peer.unsent) <= _MOST_UNSENT_BYTES:
             self._flush(peer)
         else:  # it reads nothing, and must not cost this process its memory
@@ -170,6 +162,11 @@ class Connections:
             peer.reads_nothing = True
             with suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)  # which reading from it will say
+
+    def send_all(self, message: Message) -> None:
+        """Send a message to all processes of the job, last to this one, which may exit then."""
+        for peer in sorted(self.peers, key=_is_this_process):
+            self.send(peer, message)
 
     def _flush(self, peer: Peer) -> None:
         if peer.is_closed:

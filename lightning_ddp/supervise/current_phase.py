@@ -1,4 +1,4 @@
-"""The phase of a job, and which members have not followed its order. Pure: told what happened and when."""
+"""The phase of a job, and which members have not followed its order (pure)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from lightning_ddp.supervise.processes import Process, ProcessState
 
 __all__ = ["CurrentPhase"]
 
-_UNLIMITED = frozenset({JobPhase.CONNECTING, JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.OVER})
+_UNANSWERED = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.OVER})
+"""Phases that ask nothing of the members."""
+_UNLIMITED = frozenset({JobPhase.CONNECTING, JobPhase.STOPPING})
 _STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING})
 
 
 class CurrentPhase:
-    """What a job waits for, since when, and whom.
+    """The phase of a job, its begin, and the processes that it waits for.
 
     Args:
-        grace_s: how long a process may take to follow an order, or be silent while others wait for it.
+        grace_s: seconds within which a process has to follow an order, or report while others wait for it.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -28,18 +30,16 @@ class CurrentPhase:
         self._grace_s, self._look_at = grace_s, 0.0
 
     def begin(self, name: JobPhase, members: Iterable[Process], now: float) -> None:
-        """Begin a phase: each member has to follow its order, unless it asks for nothing."""
+        """Begin a phase: wait for all members, unless it asks nothing of them."""
         self.name, self.since, self._look_at = name, now, now + self._grace_s
-        if name in (JobPhase.RUNNING, JobPhase.OVER):
-            self.awaited = set()
-        else:
-            is_of_run = name in (JobPhase.HOLDING, JobPhase.STOPPING)
-            self.awaited = {process for process in members if process.is_active or not is_of_run}
+        is_of_run = name in (JobPhase.HOLDING, JobPhase.STOPPING)
+        asked = () if name in _UNANSWERED else members
+        self.awaited = {process for process in asked if process.is_active or not is_of_run}
 
     def note(self, process: Process, generation: int) -> None:
-        """Note whether a member has followed the order; `generation` is that of the job."""
+        """Note if a member has followed the order; `generation` is that of the job."""
         report = process.report
-        if not process.is_member or report is None:
+        if not process.is_member:
             return
         follows = process.has_heard
         match self.name:

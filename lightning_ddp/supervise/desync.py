@@ -7,11 +7,13 @@ some do not come, a roll call shows whether they still may, or all wait for each
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import lightning_ddp.supervise.protocol as protocol
-from lightning_ddp.supervise.disagreement import explain, members, split_ranks
+from lightning_ddp.supervise.disagreement import explain, members_of, split_ranks
+from lightning_ddp.supervise.orders import NO_REPORT, Report
+from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, ProtocolError, RankStatus
 
 __all__ = ["ANSWER_WAIT_S", "DesyncDetector"]
@@ -20,7 +22,8 @@ ANSWER_WAIT_S = 1.0
 """Seconds that a roll call waits for answers."""
 _FIRST_LOOK_S = 1.0
 """Age of an announced collective at which a roll call looks for the ranks that do not come."""
-_LONGEST_PAUSE_S = 30.0
+_PAUSE_S = 5.0
+"""Least time between two roll calls that look for ranks that do not come."""
 _FRESH_S = 3.0
 
 _Question = tuple[str | None, int]
@@ -29,13 +32,11 @@ _Question = tuple[str | None, int]
 
 @dataclass
 class _RollCall:
-    """A question that is under way."""
-
     number: int
     deadline: float
     waiting: set[int]
     """Ranks that have not answered."""
-    statuses: dict[int, RankStatus]
+    statuses: dict[int, RankStatus] = field(default_factory=dict)
     askers: set[tuple[int, _Question]] = field(default_factory=set)
 
 
@@ -48,8 +49,6 @@ class _Announced:
     since: float
     texts: dict[int, str] = field(default_factory=dict)
     """Collective that each rank is about to call."""
-    run: int = 0
-    """The latest run, as the ranks count them, in which one of them is."""
 
 
 class DesyncDetector:
@@ -59,42 +58,19 @@ class DesyncDetector:
 
     Args:
         world_size: number of ranks.
+        members: rank -> its process, once it has connected.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._present: set[int] = set()
-        self._finished: dict[int, tuple[int, str]] = {}
+    def __init__(self, world_size: int, members: Mapping[int, Process]) -> None:
+        self._world_size, self._members = world_size, members
         self._num_rolls = 0
         self._roll: _RollCall | None = None
         self._last: tuple[float, dict[int, RankStatus]] = (float("-inf"), {})
         self._unchecked: dict[int, RankStatus] = {}
+        """Statuses of the last roll call, until `stranded` has seen them."""
         self._announced: dict[str, _Announced] = {}
-        self._pause_s = _FIRST_LOOK_S
         self._broken: dict[str | None, Findings | None] = {}
         """Findings for each group in which the ranks disagree; None until they are known."""
-
-    # ------------------------------------------------------------------ who is there
-
-    def joined(self, rank: int) -> None:
-        """Note a rank that has connected."""
-        if rank >= 0:
-            self._present.add(rank)
-
-    def begun(self, rank: int) -> None:
-        """Note that a rank has begun a run (a fit, a test ...)."""
-        self._finished.pop(rank, None)
-
-    def finished(self, rank: int, run: int, name: str) -> None:
-        """Note that a rank has finished its run number `run`."""
-        self._finished[rank] = (run, name)
-
-    def left(self, rank: int, now: float) -> Outgoing:
-        """Note a rank that has disconnected."""
-        self._present.discard(rank)
-        return self._answered(rank, now)
-
-    # ------------------------------------------------------------------ messages
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
         """Handle a message of a rank.
@@ -109,13 +85,14 @@ class DesyncDetector:
                 if self._roll is None or number != self._roll.number:
                     return []
                 self._roll.statuses[rank] = replace(status, rank=rank)
-                return self._answered(rank, now)
+                self._roll.waiting.discard(rank)
+                return self.due(now)
             case protocol.CollectiveFingerprint():
                 return self._announce(rank, message, now)
             case protocol.CheckOrphanedWaits():
                 return self._call(now) if self._roll is None and now - self._last[0] >= _FRESH_S else []
             case protocol.SendValue(to, topic, value):
-                return [(to, protocol.PeerValue(rank, topic, value))] if to in self._present else []
+                return [(to, protocol.PeerValue(rank, topic, value))]
         raise ProtocolError(f"a message {message.kind}")
 
     def deadline(self) -> float | None:
@@ -125,17 +102,21 @@ class DesyncDetector:
         if not self._announced:
             return None
         oldest = min(announced.since for announced in self._announced.values())
-        return max(oldest + _FIRST_LOOK_S, self._last[0] + self._pause_s)
+        return max(oldest + _FIRST_LOOK_S, self._last[0] + _PAUSE_S)
 
     def due(self, now: float) -> Outgoing:
-        """End a roll call that has waited long enough, or begin one for collectives that do not start."""
-        deadline = self.deadline()
-        if deadline is None or now < deadline:
-            return []
-        if self._roll is not None:
-            return self._finish(self._roll, now)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return self._call(now)
+        """End a roll call that has all its answers, or begin one for collectives that do not start."""
+        deadline, roll = self.deadline(), self._roll
+        is_late = deadline is not None and now >= deadline
+        if roll is not None:
+            return self._finish(roll, now) if is_late or not any(map(self._is_there, roll.waiting)) else []
+        return self._call(now) if is_late else []
+
+    def _is_there(self, rank: int) -> bool:
+        return rank in self._members and self._members[rank].is_connected
+
+    def _report(self, rank: int) -> Report:
+        return self._members[rank].report if rank in self._members else NO_REPORT
 
     # ------------------------------------------------------------------ roll call
 
@@ -152,19 +133,14 @@ class DesyncDetector:
 
     def _call(self, now: float) -> Outgoing:
         self._num_rolls += 1
-        self._roll = _RollCall(self._num_rolls, now + ANSWER_WAIT_S, set(self._present), {})
-        return [(rank, protocol.StatusRequest(self._num_rolls)) for rank in sorted(self._present)]
-
-    def _answered(self, rank: int, now: float) -> Outgoing:
-        """Expect no more of a rank; end the roll call if it was the last."""
-        if self._roll is None or rank not in self._roll.waiting:
-            return []
-        self._roll.waiting.discard(rank)
-        return self._finish(self._roll, now) if not self._roll.waiting else []
+        there = sorted(filter(self._is_there, self._members))
+        self._roll = _RollCall(self._num_rolls, now + ANSWER_WAIT_S, set(there))
+        request = protocol.StatusRequest(self._num_rolls)
+        return [(rank, request) for rank in there]
 
     def _finish(self, roll: _RollCall, now: float) -> Outgoing:
         self._roll = None
-        statuses = {r: roll.statuses.get(r) or self._mute(r, roll) for r in range(self._world_size)}
+        statuses = {r: roll.statuses.get(r) or self._mute(r) for r in range(self._world_size)}
         self._last, self._unchecked = (now, statuses), statuses
         if self._is_deadlock(statuses):
             for group, announced in self._announced.items():
@@ -173,11 +149,12 @@ class DesyncDetector:
             self._announced.clear()
         return [self._explain(statuses, *asked) for asked in sorted(roll.askers, key=str)]
 
-    def _mute(self, rank: int, roll: _RollCall) -> RankStatus:
+    def _mute(self, rank: int) -> RankStatus:
         """Return the status of a rank that has sent none."""
-        if rank in self._finished:
-            return RankStatus(rank=rank, state="finished", label=self._finished[rank][1])
-        return RankStatus(rank=rank, state="silent" if rank in roll.waiting else "gone")
+        report = self._report(rank)
+        if 0 < report.begun == report.ended:
+            return RankStatus(rank=rank, state="finished", label=report.run)
+        return RankStatus(rank=rank, state="silent" if self._is_there(rank) else "gone")
 
     def _explain(
         self, statuses: dict[int, RankStatus], rank: int, question: _Question
@@ -187,13 +164,17 @@ class DesyncDetector:
             self._broken[question[0]] = findings
         return rank, protocol.Diagnosis(*question, findings)
 
-    def stranded(self, leaving: Callable[[], set[int]]) -> tuple[int, str] | None:
-        """Return, once per roll call, a rank that waits in vain for leaving ranks, and for what."""
+    def stranded(self, all_ended: int) -> tuple[int, str] | None:
+        """Return, once per roll call, a rank that waits in vain for ranks that leave, and for what.
+
+        Args:
+            all_ended: number of runs that all members have ended.
+        """
         statuses, self._unchecked = self._unchecked, {}
-        ended = leaving() if statuses else set()
+        ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
             for group, number, is_start in statuses[rank].blocked_on:
-                never = [statuses[r].on(group) for r in ended & members(statuses, group)]
+                never = [statuses[r].on(group) for r in ended & members_of(statuses, group)]
                 if not is_start and any(known is None or known.number < number for known in never):
                     return rank, explain(statuses, rank, group, number).sentence
         return None
@@ -217,7 +198,6 @@ class DesyncDetector:
         self._announced[group] = announced
         known = next(iter(announced.texts.values()), text)  # those that have come are the same
         announced.texts[rank] = text
-        announced.run = max(announced.run, message.run)
         if announced.number != number or known != text:
             del self._announced[group]
             self._broken[group] = None
@@ -225,8 +205,8 @@ class DesyncDetector:
             return [sent for r in sorted(announced.texts) for sent in self._ask(r, question, now)]
         if len(announced.texts) == len(announced.ranks):
             del self._announced[group]
-            self._pause_s = _FIRST_LOOK_S
-            return [(r, protocol.CollectiveApproved(group, number)) for r in sorted(announced.ranks)]
+            approved = protocol.CollectiveApproved(group, number)
+            return [(r, approved) for r in sorted(announced.ranks)]
         return []
 
     def _is_deadlock(self, statuses: dict[int, RankStatus]) -> bool:
@@ -237,9 +217,10 @@ class DesyncDetector:
         """
         if not self._announced:
             return False
-        latest = max(announced.run for announced in self._announced.values())
+        reports = [self._report(rank) for known in self._announced.values() for rank in known.texts]
+        latest = max(report.begun + (report.begun == report.ended) for report in reports)
         for rank, status in statuses.items():
-            if status.state == "finished" and self._finished.get(rank, (0, ""))[0] >= latest:
+            if status.state == "finished" and self._report(rank).ended >= latest:
                 continue
             if not status.blocked_on or any(self._may_end(rank, statuses, *c) for c in status.blocked_on):
                 return False
@@ -252,5 +233,5 @@ class DesyncDetector:
         if is_start:
             announced = self._announced.get(group)
             return announced is None or announced.number != number or rank not in announced.texts
-        started = (statuses[r].on(group) for r in members(statuses, group))
+        started = (statuses[r].on(group) for r in members_of(statuses, group))
         return all(known is not None and known.number >= number for known in started)

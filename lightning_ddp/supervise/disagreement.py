@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import Findings, RankStatus
 
-__all__ = ["explain", "join_ranks", "members", "split_ranks"]
+__all__ = ["explain", "join_ranks", "members_of", "split_ranks"]
 
 _CERTAIN_AFTER_S = 1.0
 _MOST_MISSING, _MOST_ROWS = 1000, 16
 _SENTENCE_CHARACTERS, _TABLE_CHARACTERS, _RANKS_CHARACTERS = 1_500, 2_000, 200
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do", "ends": "end"}
 
-_T = TypeVar("_T", bound=Hashable)
 Statuses = Mapping[int, RankStatus]
 """Status of each rank."""
 
@@ -35,7 +33,7 @@ def explain(statuses: Statuses, asker: int, group: str | None = None, number: in
     missing = _missing(statuses, asker, group, number)
     sentence = _first_difference(statuses, group)
     if sentence is None:
-        concerned = members(statuses, group) if group is not None else set(statuses)
+        concerned = members_of(statuses, group) if group is not None else set(statuses)
         present = [rank for rank in sorted(concerned) if rank not in missing]
         sentence = "; ".join(filter(None, (_sum_up(statuses, present), _sum_up(statuses, missing))))
         if not missing:
@@ -51,7 +49,7 @@ def explain(statuses: Statuses, asker: int, group: str | None = None, number: in
     )
 
 
-def members(statuses: Statuses, group: str | None) -> set[int]:
+def members_of(statuses: Statuses, group: str | None) -> set[int]:
     """Return the global ranks of a group, as far as the statuses have them."""
     for status in statuses.values():
         known = status.on(group)
@@ -77,7 +75,7 @@ def _missing(statuses: Statuses, asker: int, group: str | None, number: int) -> 
     mine = statuses[asker].on(group) if asker in statuses else None
     expected = mine.calls.get(number) if mine is not None else None
     missing = []
-    for rank in sorted(members(statuses, group)):
+    for rank in sorted(members_of(statuses, group)):
         known = statuses[rank].on(group)
         called = known.calls.get(number) if known is not None else None
         is_other = expected is not None and called not in (None, expected)
@@ -111,32 +109,24 @@ def _sum_up(statuses: Statuses, ranks: Sequence[int]) -> str:
 
 
 def _table(statuses: Statuses) -> str:
-    """Return a table with a row per rank, or per state if there are many ranks."""
-    states = {}
-    for rank, status in sorted(statuses.items()):
-        text = status.describe()
-        if status.number and status.group:
-            text += f" (collective {status.number} of {status.group})"
-        states[rank] = (text, rank if len(statuses) <= _MOST_ROWS else 0)
-    groups = _by_value(states)
-    rows = [("rank", "state", "for")]
-    for (text, _), ranks in list(groups.items())[:_MOST_ROWS]:
-        times = sorted(statuses[rank].for_s for rank in ranks)
-        spread = f"{times[0]:.1f} s" if len(times) == 1 else f"{times[0]:.1f} to {times[-1]:.1f} s"
-        rows.append((join_ranks(ranks), text, spread))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"  {rank.ljust(widths[0])}  {text.ljust(widths[1])}  {since}" for rank, text, since in rows]
-    if len(groups) > _MOST_ROWS:
-        lines.append(f"  and {len(groups) - _MOST_ROWS} more states")
-    return "\n".join(lines)[:_TABLE_CHARACTERS]
+    """Return a table with a row per rank, for the first ranks."""
+    rows = ["rank  state  for"]
+    for rank, status in sorted(statuses.items())[:_MOST_ROWS]:
+        of_group = (
+            f" (collective {status.number} of {status.group})" if status.number and status.group else ""
+        )
+        rows.append(f"{rank}  {status.describe()}{of_group}  {status.for_s:.1f} s")
+    if len(statuses) > _MOST_ROWS:
+        rows.append(f"and {len(statuses) - _MOST_ROWS} more ranks")
+    return "\n".join(f"  {row}" for row in rows)[:_TABLE_CHARACTERS]
 
 
 # ---------------------------------------------------------------------- ranks in words
 
 
-def _by_value(values: Mapping[int, _T]) -> dict[_T, list[int]]:
+def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
     """Return the ranks of each value."""
-    ranks: dict[_T, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ranks

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import traceback as traceback_module
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, islice
 from operator import itemgetter
@@ -34,23 +34,22 @@ GONE = "the process died without a report (killed by a signal, or ended by os._e
 """Message of a process whose connection closed."""
 
 _LONGEST = {
-    "message": 16_000,
+    "message": 9_000,
     "traceback": 36_000,
-    "host": 1_200,
-    "phase": 1_200,
-    "exception_type": 1_200,
-    "exception_class": 1_200,
+    "host": 300,
+    "phase": 300,
+    "exception_type": 300,
+    "exception_class": 300,
     "checkpoint": 4_100,
 }
-"""Longest texts in bytes of JSON; together they fit into a message of the channel."""
-_MOST_LINES, _MOST_COLUMNS = 40, 200
-"""Longest message in a report."""
-_NOTE_BYTES = 60
-"""Size of the note that characters were left out."""
+"""Most characters of each text; together they fit into a message of the channel."""
+_MOST_LINES = 40
 _MOST_SHOWN = 20
+"""Most generations in a report."""
 _LATER_S = 60
 """Seconds added to a survivor's error: torchelastic reports the earliest error of a node."""
 
+_LINE = re.compile(r"[^\n]{1,200}\n?|\n")
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
 _SITE_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
 _FOLDERS = {str(Path(__file__).parents[1]): "lightning_ddp", str(Path(os.__file__).parent): "python"}
@@ -81,6 +80,9 @@ class Identity:
     node_rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    start: int | None = None
+    """Number of the `Start` in its slot that it follows; 0 for the launcher of a node that is back; None for
+    first processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +106,15 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """The first failure of a job; the first fields are those of `PeerFailure`."""
+    """The failure of a process; the fields are those of `PeerFailure`, and three more."""
 
     rank: int
     message: str
     node_rank: int | None = None
     host: str | None = None
     pid: int | None = None
+    start: int | None = None
+    """Number of the start, of `Identity`."""
     step: int | None = None
     phase: str | None = None
     exception_type: str | None = None
@@ -123,11 +127,11 @@ class FailureRecord:
     """Time of detection, in seconds since the epoch."""
 
     def __post_init__(self) -> None:
-        """Escape the texts, which anybody may have written, so that none controls a terminal."""
-        for name in _LONGEST:
+        """Cut and escape the texts, which anybody may have written, so that none controls a terminal."""
+        for name, longest in _LONGEST.items():
             text = getattr(self, name)
             if text is not None:
-                object.__setattr__(self, name, _escaped(text))
+                object.__setattr__(self, name, _cut(_escaped(text), longest, keeps_end=name == "traceback"))
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
@@ -148,23 +152,10 @@ class FailureRecord:
         """Return the record of a failure without an exception."""
         return cls(**vars(identity), message=message, **more)
 
-    @property
-    def cause(self) -> str:
-        """Description of the failure."""
-        return cause_of(self)
-
-    def cut(self) -> FailureRecord:
-        """Return this record with texts that fit into a message of the control channel."""
-        shorter: dict[str, Any] = {
-            name: _cut(getattr(self, name), longest, keeps_end=name == "traceback")
-            for name, longest in _LONGEST.items()
-            if getattr(self, name) is not None
-        }
-        return replace(self, **shorter)
-
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
         """Return the error to raise in rank `healthy_rank`, or in a launching process that is no rank."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("checkpoint", "time")}
+        left_out = ("start", "checkpoint", "time")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         if self.checkpoint is not None:
             values["message"] += f"\n  The last step was saved to {self.checkpoint}"
         return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)
@@ -182,7 +173,14 @@ def _escaped(text: str) -> str:
     return _CONTROL_CHARACTERS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
+    if len(text) <= longest:
+        return text
+    return f"... {text[4 - longest :]}" if keeps_end else f"{text[: longest - 4]} ..."
+
+
 def text_of(error: BaseException) -> str:
+    """Return the message of an exception."""
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 (the user's own method, which may raise anything)
@@ -192,36 +190,16 @@ def text_of(error: BaseException) -> str:
 def shortened(message: str) -> str:
     r"""Return a message, or its first 40 lines of 200 characters and the number of characters left out.
 
-    Fewer lines if they would not fit into a message of the control channel.
-
     >>> shortened("1\n" * 50).splitlines()[39:]
-    ['1', '... 21 characters left out']
+    ['1', '... 20 characters left out']
     """
-    lines = list(islice(_lines_of(message), _MOST_LINES + 1))
-    number = min(len(lines), _MOST_LINES)
-    longest = _LONGEST["message"] - _NOTE_BYTES
-    while number > 1 and len(json.dumps("\n".join(line for line, _ in lines[:number]))) > longest:
-        number -= 1
-    if number == len(lines):
+    text = _escaped(message)
+    lines = [found[0] for found in islice(_LINE.finditer(text), _MOST_LINES + 1)]
+    if len(lines) <= _MOST_LINES:
         return message
-    kept = "\n".join(line for line, _ in lines[:number])
-    return f"{kept}\n... {len(message) - lines[number - 1][1]} characters left out"
-
-
-def _lines_of(message: str) -> Iterator[tuple[str, int]]:
-    """Yield the printed lines of 200 characters of a message, and the index in it where each ends."""
-    end = 0
-    for line in message.split("\n"):
-        shown = ""
-        for character in line:
-            printed = _escaped(character)
-            if len(shown) + len(printed) > _MOST_COLUMNS:
-                yield shown, end
-                shown = ""
-            shown += printed
-            end += 1
-        yield shown, end
-        end += 1
+    kept = lines[:_MOST_LINES]
+    left_out = len(text) - sum(map(len, kept))
+    return "\n".join([*(line.rstrip("\n") for line in kept), f"... {left_out} characters left out"])
 
 
 def traceback_of(error: BaseException) -> str:
@@ -246,17 +224,6 @@ def _chain_of(error: BaseException) -> list[BaseException]:
     return list(found.values())
 
 
-def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
-    """Cut a text to about `longest` bytes of JSON."""
-    kept = text[-longest:] if keeps_end else text[:longest]
-    while (size := len(json.dumps(kept))) > longest + 2:
-        number = len(kept) * longest // size
-        kept = kept[len(kept) - number :] if keeps_end else kept[:number]
-    if len(kept) == len(text):
-        return text
-    return f"... {kept}" if keeps_end else f"{kept} ..."
-
-
 # ---------------------------------------------------------------------- the report
 
 
@@ -264,18 +231,18 @@ def render(record: FailureRecord) -> str:
     """Return the report for people: who failed first, where and how, with the traceback last."""
     name = f"rank {record.rank}" if record.rank >= 0 else "the launching process"
     facts = {"node": record.node_rank, "host": record.host, "pid": record.pid, "exit code": record.exit_code}
-    lines = [
-        f"lightning_ddp: {name} ({_facts(facts)}) failed first, and all ranks were stopped because of it."
-    ]
+    text = (
+        f"lightning_ddp: {name} ({_facts(facts)}) failed first, and all ranks were stopped because of it.\n"
+    )
     if record.step is not None or record.phase:
         step = f"step {record.step}" if record.step is not None else ""
-        lines.append("  " + " in ".join(filter(None, (step, record.phase))))
-    lines.append(f"  {cause_of(record, is_whole=not record.traceback)}")
+        text += f"  {' in '.join(filter(None, (step, record.phase)))}\n"
+    text += f"  {cause_of(record, is_whole=not record.traceback)}\n"
     if record.checkpoint:
-        lines.append(f"  The last step was saved to {record.checkpoint}")
+        text += f"  The last step was saved to {record.checkpoint}\n"
     if record.traceback:
-        lines.append(f"Traceback of {name}:\n{_folded(record.traceback).rstrip()}")
-    return with_ending("\n".join(lines) + "\n", record)
+        text += f"Traceback of {name}:\n{_folded(record.traceback).rstrip()}\n"
+    return with_ending(text, record)
 
 
 def _folded(traceback: str) -> str:
@@ -312,52 +279,35 @@ def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> Non
         record: the first failure.
         is_cause: True if it happened in this process.
     """
-    text = record.cause if is_cause else render(record)
+    text = cause_of(record) if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text
-    data = {
-        "message": {
-            "message": text,
-            "extraInfo": {
-                "py_callstack": with_ending(trace, record),  # which is what is printed
-                "timestamp": str(int(record.time) + (0 if is_cause else _LATER_S)),
-            },
-        }
+    more = {
+        "py_callstack": with_ending(trace, record),  # which is what is printed
+        "timestamp": str(int(record.time) + (0 if is_cause else _LATER_S)),
     }
     part = Path(f"{path}.{os.getpid()}.part")  # renamed when complete: the agent may be reading
-    part.write_text(json.dumps(data))
+    part.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
     part.replace(path)
 
 
-# ---------------------------------------------------------------------- the history of a run
-
-
-@dataclass
-class _Generation:
-    """A generation that followed another."""
-
-    change: str
-    who: str
-    """Ranks that were lost, have left or have joined."""
-    seconds: float | None = None
-    """Time from the first loss until all continued; None until then."""
+# ---------------------------------------------------------------------- the history of a job
 
 
 class History:
     """Generations of a job that continued after failures."""
 
     def __init__(self) -> None:
-        self._generations: list[_Generation] = []
+        self._generations: list[tuple[str, str]] = []
+        """Change of each, and who has left and joined."""
+        self._lost_s = 0.0
         self._left: dict[int, FailureRecord] = {}
         self._since: float | None = None
+        """Time of the first loss since all continued."""
 
     def lost(self, slot: int, record: FailureRecord, now: float) -> None:
-        """Note the loss of the process in a slot."""
+        """Note that the process in a slot is lost, or leaves."""
         self._left.setdefault(slot, record)
         self._since = now if self._since is None else self._since
-
-    def released(self, slot: int, record: FailureRecord) -> None:
-        """Note that a process leaves on request."""
-        self._left[slot] = record
 
     def formed(self, step: int, before: Sequence[int], after: Sequence[int], now: float) -> None:
         """Note the next generation, from a step; `before` and `after` are slots by rank."""
@@ -366,13 +316,14 @@ class History:
         joined = [str(rank) for rank, slot in enumerate(after) if slot not in before]
         who = f"; left: {', '.join(map(_who, left))}" if left else ""
         who += f"; joined: rank {', '.join(joined)}" if joined else ""
-        change = f"step {step}: {len(before)} -> {len(after)} ranks"
-        self._generations.append(_Generation(change, who))
+        self._generations.append((f"step {step}: {len(before)} -> {len(after)} ranks", who))
 
     def went_on(self, now: float) -> None:
         """Note that all members of the last generation continue."""
         if self._since is not None and self._generations:
-            self._generations[-1].seconds = now - self._since
+            change, who = self._generations[-1]
+            self._generations[-1] = f"{change} after {now - self._since:.2f} s", who
+            self._lost_s += now - self._since
             self._since = None
 
     def tell(self) -> str:
@@ -391,19 +342,16 @@ class History:
         if not generations:
             return ""
         number = len(generations)
-        seconds = sum(generation.seconds or 0.0 for generation in generations)
-        times = "time" if number == 1 else "times"
-        text = f"lightning_ddp: this run continued {number} {times} with other ranks, {seconds:.2f} s lost:\n"
+        times = f"{number} time{'s' if number > 1 else ''}"
+        lines = [f"lightning_ddp: this run continued {times} with other ranks, {self._lost_s:.2f} s lost:"]
         if number > _MOST_SHOWN:
-            text += f"  ... {number - _MOST_SHOWN} more before\n"
-        for generation in generations[-_MOST_SHOWN:]:
-            after = "" if generation.seconds is None else f" after {generation.seconds:.2f} s"
-            text += f"  {generation.change}{after}{generation.who}\n"
-        return text
+            lines.append(f"  ... {number - _MOST_SHOWN} more before")
+        lines += [f"  {change}{who}" for change, who in generations[-_MOST_SHOWN:]]
+        return "\n".join(lines) + "\n"
 
 
 def _who(record: FailureRecord) -> str:
-    line = record.cause.strip().partition("\n")[0].partition("; its output")[0]
+    line = cause_of(record).strip().partition("\n")[0].partition("; its output")[0]
     where = _facts({"host": record.host, "pid": record.pid})
     return f"rank {record.rank} ({where}) {line.removeprefix('the process ')}"
 

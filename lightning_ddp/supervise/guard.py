@@ -1,8 +1,8 @@
 """The guard of a launching process, and the stack of a process that holds its interpreter.
 
-One that stays in C code, or in a regular expression, runs no Python to hear with that it is to end. So each
-launching process has a guard next to it: this file as a program, without the package. It kills those that do
-not know of a failure in time, and prints the report if the launching process is gone without having done so.
+A process in C code, or in a regular expression, runs no Python and does not learn that it is to end. So each
+launching process has a guard beside it: this file as a program, without the package. It kills those that do
+not learn of a failure in time, and prints the report if the launching process is gone without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["PATIENCE_S", "Guard", "forbid_stack", "permit_stack", "stack_of", "tell_guard", "with_stack"]
 
 PATIENCE_S = 20.0
-"""How long a process may outlive the launching one without having heard of its end."""
+"""Seconds that a process may outlive the launching one without having learned of its end."""
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST = 100_000
 _MOST_FRAMES = 8
@@ -41,7 +41,7 @@ _STACK = "lightning_ddp_stack"
 
 
 class Guard:
-    """Made by a launching process (Linux of 5.3 or later); `ends_launcher`: which is a rank as well."""
+    """The guard of this launching process (Linux 5.3 or later); `ends_launcher`: which is a rank as well."""
 
     def __init__(self, *, ends_launcher: bool) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,17 +56,17 @@ class Guard:
             )
 
     def end(self) -> None:
-        """Called when all processes have ended or are given up, and the launching one reports."""
+        """End the guard, as all processes have ended or are given up, and the launching one reports."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
 
 def tell_guard(of: int, rank: int, is_aware: bool | None, limit_s: float = inf, report: str = "") -> None:
-    """Tells the guard of the process `of`, if there is one, that this one has joined, or knows of a failure.
+    """Tell the guard of process `of`, if there is one, that this process has joined, or knows of a failure.
 
-    With `is_aware` it ends by itself, and in `limit_s` all others are to know; False takes that back.
-    Of reports the first counts, unless one comes without a limit.
+    An aware process ends by itself, and in `limit_s` seconds all others have to be aware; False takes that
+    back. The first report counts, unless another one comes without a limit.
     """
     with suppress(AttributeError, OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telling:
         telling.settimeout(_STACK_WAIT_S)
@@ -98,13 +98,8 @@ def _guard(launcher: int, aware: set[int]) -> None:
                 report = report or text if limit_s < inf else text or report
             deadline = min(deadline, time.monotonic() + limit_s)
         if time.monotonic() >= deadline:
-            deadline, killed, late = inf, "", {end: pid for end, pid in ends.items() if pid not in aware}
-            for end, pid in late.items():
-                stack = "".join((stack_of(pid) or "").splitlines(keepends=True)[-2 * _MOST_FRAMES :])
-                with suppress(ProcessLookupError):  # it has just ended
-                    signal.pidfd_send_signal(end, signal.SIGKILL)
-                text = f"rank {ranks[pid]} (pid {pid}) did not react to a failure, and was killed:"
-                killed += f"lightning_ddp: {text}\n{stack}"
+            deadline, late = inf, {end: pid for end, pid in ends.items() if pid not in aware}
+            killed = "".join(_kill(end, pid, ranks[pid]) for end, pid in late.items())
             if launcher in set(ends.values()) - set(late.values()):  # it reports the failure itself
                 print(killed, end="", file=sys.stderr, flush=True)
             else:
@@ -112,15 +107,22 @@ def _guard(launcher: int, aware: set[int]) -> None:
     print(report, end="", file=sys.stderr, flush=True)
 
 
+def _kill(end: int, pid: int, rank: int) -> str:
+    stack = "".join((stack_of(pid) or "").splitlines(keepends=True)[-2 * _MOST_FRAMES :])
+    with suppress(ProcessLookupError):  # it has just ended
+        signal.pidfd_send_signal(end, signal.SIGKILL)
+    return f"lightning_ddp: rank {rank} (pid {pid}) did not react to a failure, and was killed:\n{stack}"
+
+
 # ---------------------------------------------------------------------- the stack of another process
 
 
 _stack_file: int | None = None
-"""In memory; others find it among the open files of this process."""
+"""File in memory, which others find among the open files of this process."""
 
 
 def permit_stack() -> None:
-    """From now on this process writes its stack where `stack_of` asks for it, in C, whatever it does."""
+    """Have this process write its stack when `stack_of` asks for it, in C, whatever it does."""
     global _stack_file
     if _stack_file is not None or not hasattr(os, "memfd_create"):
         return
@@ -133,7 +135,7 @@ def permit_stack() -> None:
 
 
 def forbid_stack() -> None:
-    """Takes that back, and leaves the signal as it was found."""
+    """Take that back, and leave the signal as it was found."""
     global _stack_file
     if _stack_file is not None:
         os.close(_stack_file)  # nobody asks any more
@@ -147,7 +149,7 @@ def _stack_signal() -> int:
 
 
 def stack_of(pid: int) -> str | None:
-    """The stack of the main thread of a process of this host, as a traceback; None if it cannot be had."""
+    """Return the stack of the main thread of a process of this host, as a traceback; None if it has none."""
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):  # it has ended
         for name in os.listdir(folder):
@@ -178,7 +180,7 @@ def _ask(pid: int, file: TextIO) -> str | None:
 
 
 def with_stack(record: FailureRecord) -> FailureRecord:
-    """A failure of a process that says nothing itself, with its stack, if it is of this host."""
+    """Return the failure of a process that says nothing itself with its stack, if it is of this host."""
     from dataclasses import replace  # which the guard does without
 
     if record.pid is None or record.host != socket.gethostname():

@@ -1,5 +1,7 @@
 """Interrupts the main thread of a rank when another rank has failed, as if its own code had raised.
 
+The main thread is that which trains; Ray Train, for example, does so in another one than Python's.
+
 A thread cannot raise in another thread at a place of its choice. A signal can: its handler runs in the main
 thread between two bytecodes, and a system call that blocks (a data loader's queue, a sleep) returns for it.
 Without a free signal the interpreter's own asynchronous exception does the same, less promptly.
@@ -63,7 +65,7 @@ class InterruptGuard:
         self._aborting = threading.Lock()
         """Held while an alarm aborts, so that it aborts nothing that was made after it was over."""
         self._call: Callable[[], object] | None = None
-        self._main = threading.main_thread().ident
+        self._main: int | None = None
         self._sending = threading.Lock()
         self._signal: signal.Signals | int | None = None
 
@@ -86,6 +88,7 @@ class InterruptGuard:
 
     def arm(self, *, is_deferred: bool = False) -> None:
         """Allow interruptions, at once or when `defer` allows them. In the main thread."""
+        self._main = threading.get_ident()
         if self._signal is None:
             self._signal = self._claim_signal()
         with self._changing:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
-from lightning_ddp.supervise.actions import Accuse, HangUp, Kill, Say, Send, StartProcess
+from lightning_ddp.supervise.actions import Accuse, Action, End, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
 from lightning_ddp.supervise.desync import DesyncDetector
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord
@@ -70,14 +70,13 @@ class JobControl:
         self._stall = StallWatch(settings.stall_timeout_s, world_size)
         self.job = JobState(world_size, settings, self._stall.interval_s)
         self._verdict = RootCauseTracker()
-        self._peers: dict[int, Peer] = {}
-        """Connections by the number of the process."""
+        self._peers: dict[Process, Peer] = {}
         self._process_of: dict[Peer, Process] = {}
         self._members: dict[int, Process] = {}
         """Members by rank."""
-        self._inspection = DesyncDetector(world_size)
+        self._inspection = DesyncDetector(world_size, self._members)
         self._seen = -1
-        """Generation for which the detector and the stall watch were made."""
+        """Generation for which the detector was made."""
         self._gone_between: list[FailureRecord] = []
         """Processes that vanished between two runs: a failure if another run begins."""
         self._is_told = False
@@ -93,7 +92,7 @@ class JobControl:
         """Return when to call `decide` at the latest; None if nothing is pending."""
         deadlines = [self._verdict.deadline(), self._inspection.deadline()]
         if self._verdict.first is None:
-            deadlines.append(self._stall.next_look(now))
+            deadlines.append(self._stall.next_look())
         if not self._is_told:
             deadlines.append(self.job.deadline(now))
         return min((at for at in deadlines if at is not None), default=None)
@@ -121,9 +120,14 @@ class JobControl:
             ):
                 self.report(message, now)
             case Report() if process is not None:
-                self._heard(process, message, now)
+                num_begun = process.report.begun
+                self.job.reported(process, message, now)
+                if process.report is message and process.is_member and message.begun > num_begun:
+                    for record in self._gone_between:
+                        self._verdict.vanished(record, now)
+                    self._gone_between.clear()
                 if self._is_told and self._verdict.first is not None:  # it may not have heard so
-                    self._connections.send(peer, protocol.Failure(self._verdict.first.cut()))
+                    self._connections.send(peer, protocol.Failure(self._verdict.first))
             case protocol.Saved(path):
                 self._checkpoint = path
             case protocol.ListRanks():
@@ -132,86 +136,64 @@ class JobControl:
             case _ if process is not None and process.is_member:
                 self._deliver(self._inspection.handle(process.rank, message, now))
 
-    def _heard(self, process: Process, report: Report, now: float) -> None:
-        before = process.report
-        self.job.reported(process, report, now)
-        if process.report is not report or not process.is_member:
-            return
-        if report.begun > (0 if before is None else before.begun):
-            for record in self._gone_between:
-                self._verdict.vanished(record, now)
-            self._gone_between.clear()
-            self._inspection.begun(process.rank)
-        if report.ended > (0 if before is None else before.ended):
-            self._inspection.finished(process.rank, report.ended, report.run)
-        if process.is_active:
-            self._stall.report(process.who, report.where, now)
-        else:
-            self._stall.forget(process.rank)
-
     def _greet(self, peer: Peer, message: Message, now: float) -> None:
         if not isinstance(message, protocol.Hello):
             raise ProtocolError("no hello")
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             raise ProtocolError("another token")
+        who = message.identity
         if message.version != protocol.VERSION:
             text = (
                 f"it speaks version {message.version} of the control protocol, and the server version"
                 f" {protocol.VERSION}. Install the same lightning_ddp on all nodes"
             )
-            self._connections.send(peer, protocol.Failure(FailureRecord.of_identity(message.identity, text)))
+            self._connections.send(peer, protocol.Failure(FailureRecord.of_identity(who, text)))
             raise ProtocolError(text)
-        who = message.identity
-        process = None
         if who.rank >= 0:
-            process = self.job.connected(who, now, start=message.start, is_launcher=message.is_launcher)
-            self._peers[process.number], self._process_of[peer] = peer, process
+            process = self.job.connected(who, now, is_launcher=message.is_launcher)
+            self._peers[process], self._process_of[peer] = peer, process
             if process.is_member:
                 self._members[process.rank] = process
-                self._inspection.joined(process.rank)
         peer.identity = who
         self._connections.admit(peer, self._settings.heartbeat_timeout_s)
-        is_known = self._is_told if message.is_new else self._verdict.first is not None
-        if self._verdict.first is not None and is_known and who.rank >= 0:
-            self._connections.send(peer, protocol.Failure(self._verdict.first.cut()))
+        first = self._verdict.first
+        if first is not None and who.rank >= 0 and (self._is_told or who.start is None):
+            self._connections.send(peer, protocol.Failure(first))
 
     def report(self, message: Message, now: float) -> None:
         """Handle a report of a failure, also of the server's own process."""
         match message:
             case protocol.Failed(record):
-                self._accuse(record, now)
+                process = self._newcomer(record)
+                if process is None:
+                    self._verdict.accuse(record)
+                else:  # that concerns it alone
+                    self._send(process, protocol.Failure(record))
             case protocol.SecondaryFailure(record):
-                if self._is_of_member(record):
+                if self._newcomer(record) is None:
                     self._verdict.echo(record, now)
                     self._end_with_echoes()
             case protocol.PeerDisconnected(record):
-                process = self.job.roster.of(record) if self.job.goes_on else None
-                if process is None or process.is_member:
-                    self._verdict.vanished(self._ranked(record), now)
+                self._vanished(record, now)
             case protocol.Exited(record):
-                self._exited(record, now)
+                if self.job.exited(record, now):
+                    self._verdict.exited(self._ranked(record), now)
 
-    def _accuse(self, record: FailureRecord, now: float) -> None:
-        """Handle a failure that explains itself; that of a joining process concerns it alone."""
-        if self._is_of_member(record):
-            self._verdict.accuse(record)
-            return
-        process = self.job.roster.of(record)
-        if process is not None and process.number in self._peers:
-            self._connections.send(self._peers[process.number], protocol.Failure(record.cut()))
+    def _vanished(self, record: FailureRecord, now: float) -> None:
+        """Handle the end of a process that its children have noticed."""
+        process = self.job.roster.of(record) if self.job.goes_on else None
+        there = [member for member in self.job.roster.remaining if member.node == record.node_rank]
+        if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
+            for member in there:  # a launching process that is no rank: nobody is left who starts ranks there
+                lost = FailureRecord.of_identity(member.who, "its launching process died")
+                self._lose(member, lost, now, has_ended=False)
+        elif process is None or process.is_member:
+            self._verdict.vanished(self._ranked(record), now)
 
-    def _is_of_member(self, record: FailureRecord) -> bool:
-        process = self.job.roster.of(record)
-        return process is None or process.state is ProcessState.MEMBER or not self.job.goes_on
-
-    def _exited(self, record: FailureRecord, now: float) -> None:
-        is_early = self.job.goes_on and self.job.has_met and self.job.roster.of(record) is None
-        member = self.job.exited(record, now)
-        if member is None and (is_early or self.job.roster.of(record) is not None):
-            return
-        is_news = member is None or record.exit_code != 0 or not self.job.has_met or not self.job.goes_on
-        if is_news:  # else what its connection says counts
-            self._verdict.exited(self._ranked(record), record.message, now)
+    def _newcomer(self, record: FailureRecord) -> Process | None:
+        """Return the process of a record if the others continue without it, as it has no state."""
+        process = self.job.roster.of(record) if self.job.goes_on else None
+        return None if process is None or process.state is ProcessState.MEMBER else process
 
     def _ranked(self, record: FailureRecord) -> FailureRecord:
         """Return the record with the present rank of its process."""
@@ -227,9 +209,9 @@ class JobControl:
         if process.phase is RankPhase.ENDED or (peer.reads_nothing and not self.job.goes_on):
             return  # what it has missed it says itself, or its launcher
         said = process.report
-        if said is not None and said.phase is RankPhase.FINISHED and said.ended == said.begun:
+        if said.phase is RankPhase.FINISHED and said.ended == said.begun:
             return  # it has unwound for a signal; if its exit is a failure, its launcher reports that
-        is_in_run = process.phase is not RankPhase.IDLE or process.num_ended > self.job.all_ended
+        is_in_run = process.phase is not RankPhase.IDLE or said.ended > self.job.all_ended
         members = self.job.roster.members
         if not is_in_run and not any(other.is_member and other.is_active for other in members):
             self._gone_between.append(FailureRecord.of_identity(process.who, GONE))
@@ -246,22 +228,16 @@ class JobControl:
 
     def hang_up(self, peer: Peer, now: float) -> None:
         """Close a connection."""
+        self._connections.hang_up(peer)
         process = self._process_of.pop(peer, None)
-        if not peer.is_closed:
-            self._connections.hang_up(peer)
-        if process is None:
-            return
-        self._peers.pop(process.number, None)
-        self.job.disconnected(process, now)
-        if process.is_member:
-            self._stall.forget(process.rank)
-            self._deliver(self._inspection.left(process.rank, now))
+        if process is not None:
+            del self._peers[process]
+            self.job.disconnected(process, now)
 
     def _lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
         """Lose a rank; return True if the others may continue without it."""
         if self._is_told or not self.job.lose(process, record, now, has_ended=has_ended):
             return False
-        self._stall.forget(process.rank)
         self._end_with_echoes()
         return True
 
@@ -273,11 +249,15 @@ class JobControl:
                 if process is not None:
                     self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
 
+    def _send(self, process: Process, message: Message) -> None:
+        if process in self._peers:
+            self._connections.send(self._peers[process], message)
+
     def _deliver(self, outgoing: Outgoing) -> None:
         """Send messages to ranks."""
         for rank, message in outgoing:
-            if rank in self._members and self._members[rank].number in self._peers:
-                self._connections.send(self._peers[self._members[rank].number], message)
+            if rank in self._members:
+                self._send(self._members[rank], message)
 
     # ------------------------------------------------------------------ decisions
 
@@ -285,33 +265,30 @@ class JobControl:
         """Do what is due; return the first failure of the job once, when it is certain."""
         job = self.job
         self._renew(now)
-        is_meeting = job.phase not in (JobPhase.RUNNING, JobPhase.OVER)
-        stalled = self._stall.find(now, may_all_wait=is_meeting)
+        stalled = self._stall.find(job.roster.members, now)
         if stalled is not None and not self._is_told:
-            stalled = self._with_stack(stalled)
-            process = job.roster.of(stalled)
-            if process is None or not self._lose(process, stalled, now, has_ended=False):
-                self._verdict.accuse(stalled)
+            process, record = stalled[0], self._with_stack(stalled[1])
+            if not self._lose(process, record, now, has_ended=False):
+                self._verdict.accuse(record)
         self._deliver(self._inspection.due(now))
-        stranded = self._inspection.stranded(self._leaving_ranks)
+        stranded = self._inspection.stranded(job.all_ended)
         if stranded is not None and stranded[0] in self._members:
             self._verdict.accuse(FailureRecord.of_identity(self._members[stranded[0]].who, stranded[1]))
-        for process in job.unexplained(now) if not self._is_told else ():
-            self._failed(process, now)
         if not self._is_told:
+            for process in job.unexplained(now):
+                self._failed(process, now)
             self._go_on(now)
         first = self._verdict.decide(now)
-        if first is not None and not self._is_told:
-            self._is_told = True
-            self._say(job.history.tell())
-            self._connections.send_all([protocol.Failure(first.cut())])
-            return first
-        return None
+        if first is None or self._is_told:
+            return None
+        self._is_told = True
+        self._say(job.history.tell())
+        self._connections.send_all(protocol.Failure(first))
+        return first
 
     def _failed(self, process: Process, now: float) -> None:
         """Handle a member that has reported no more than that it fails."""
-        why = process.report.why if process.report is not None else None
-        record = FailureRecord.of_identity(process.who, why or "it has failed")
+        record = FailureRecord.of_identity(process.who, process.report.why or "it has failed")
         recovery = self._settings.recovery
         concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):
@@ -322,13 +299,11 @@ class JobControl:
         job = self.job
         while job.phase is not JobPhase.OVER:
             first = self._verdict.decide(now)
-            if first is None or not self._is_of_one_rank(first):
+            process = None if first is None else job.roster.of(first)
+            if first is None or process is None or not job.goes_on or not self._is_of_one_rank(first):
                 break
-            process = job.roster.of(first)
-            if process is None or not job.goes_on:
-                break
-            has_ended, has_left = first.exit_code is not None, process.phase is RankPhase.ENDED
-            is_to_lose = process.is_member and not has_left
+            is_to_lose = process.is_member and process.phase is not RankPhase.ENDED
+            has_ended = first.exit_code is not None
             if is_to_lose and not self._lose(process, first, now, has_ended=has_ended):
                 break
             self._verdict.set_aside(first)
@@ -340,29 +315,26 @@ class JobControl:
         if job.phase is JobPhase.OVER and job.reason is not None and self._verdict.first is None:
             cause = job.cause or FailureRecord(rank=0, message=job.reason)
             message = f"{cause.message}\n  The other ranks did not continue: {job.reason}"
-            self._verdict.settle(replace(cause, message=message))
+            self._verdict.first = replace(cause, message=message)
 
-    def _is_to_own_process(self, action: object) -> bool:
+    def _is_to_own_process(self, action: Action) -> bool:
         """Return True for an order to the rank of this process: sent last, as the server may end with it."""
         who = action.process.identity if isinstance(action, Send) else None
         return who is not None and (who.node_rank, who.pid) == (0, self._pid)
 
-    def _act(self, action: object, now: float) -> None:
+    def _act(self, action: Action, now: float) -> None:
         match action:
             case Send(process, order):
-                if process.number in self._peers:
-                    self._connections.send(self._peers[process.number], order)
-            case Kill(process):
-                self._processes.kill_one(process.identity.pid)
-            case HangUp(process):
-                self._stall.forget(process.rank)
-                if process.number in self._peers:
-                    self.hang_up(self._peers[process.number], now)
+                self._send(process, order)
+            case End(process):
+                if process in self._peers:
+                    self.hang_up(self._peers[process], now)
+                if process.node == 0:
+                    self._processes.kill_one(process.identity.pid)
             case StartProcess(None, slot, number):
                 self._processes.start_again(slot, number)
             case StartProcess(launcher, slot, number) if launcher is not None:
-                if launcher.number in self._peers:
-                    self._connections.send(self._peers[launcher.number], protocol.Start(slot, number))
+                self._send(launcher, protocol.Start(slot, number))
             case Say(text):
                 self._say(text)
             case Accuse(record):
@@ -372,14 +344,11 @@ class JobControl:
         """Begin anew what is kept by rank: when all have connected, and with each generation."""
         if not self.job.has_met or self.job.generation == self._seen:
             return
-        self._members = {member.rank: member for member in self.job.roster.members}
         if self._seen >= 0:
-            self._inspection = DesyncDetector(len(self.job.roster.members))
-            self._stall = StallWatch(self._settings.stall_timeout_s, len(self.job.roster.members))
-            for member in self.job.roster.members:
-                self._inspection.joined(member.rank)
+            self._members = {member.rank: member for member in self.job.roster.members}
+            self._inspection = DesyncDetector(len(self._members), self._members)
         self._seen = self.job.generation
-        self._stall.begin([member.who for member in self.job.roster.members], now)
+        self._stall.begin(now)
 
     def _is_of_one_rank(self, record: FailureRecord) -> bool:
         """Return True if the others may continue after a failure: of one process, not of all ranks."""
@@ -410,6 +379,3 @@ class JobControl:
             why = "all ranks are stopping already"
         leaving = job.dismiss(node, now) if why is None else []
         return protocol.DrainNodeReply(tuple(sorted(member.rank for member in leaving)), why)
-
-    def _leaving_ranks(self) -> set[int]:
-        return {member.rank for member in self.job.roster.remaining if member.num_ended > self.job.all_ended}

@@ -1,24 +1,20 @@
-"""The job as the control server knows it: what each process is, and what it is to do. Pure: no clock, no I/O.
+"""The job as the control server knows it: what each process is, and what it is to do (pure).
 
-`docs/concepts/elastic-protocol.md` has the protocol: the states, the orders, and why they suffice.
-
-A process changes its class by its own report only: the loss of another one gives orders, and changes nobody.
-Who does not follow an order in time, or is silent while others wait for it, is lost. `tick` does what is due;
-it is to be called after each event, and at `deadline`.
+`docs/concepts/elastic-protocol.md` has the states, the orders, and why they suffice. Call `tick` after each
+event, and at `deadline`: it does what is due.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
-from lightning_ddp.supervise.actions import Accuse, Action, HangUp, Kill, Say
+from lightning_ddp.supervise.actions import Accuse, Action, End, Say
 from lightning_ddp.supervise.current_phase import CurrentPhase
 from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
 from lightning_ddp.supervise.order_book import OrderBook
 from lightning_ddp.supervise.orders import (
-    TASKS,
     JobPhase,
     NewGeneration,
     Order,
@@ -37,46 +33,35 @@ from lightning_ddp.supervise.slots import Slots
 __all__ = ["JobState"]
 
 SETTLE_S = 0.1
-"""How long after a failure others may join it, so that they are one change of the world and not two."""
+"""Seconds after a failure, or a request to leave, in which others become part of the same change."""
 _PERIOD_S = 1.0
 _REPORTS_A_S = 128
-"""Of all ranks together, while no fact changes: each costs the server some 50 us."""
-_MEETS_WITHIN_S = 30.0
-"""How long ranks that are all there may fail to connect to each other."""
+"""Reports per second of all ranks together while no fact changes: each costs the server some 50 us."""
 _EXPLAINED_WITHIN_S = 5.0
-"""How long a member may have failed before that alone is its failure: what it has said of it was lost."""
+"""Seconds after a member has reported that it fails, until that alone is its failure."""
 _MOST_VOIDS = 5
-"""How often they may fail to at least: one that is stopped for a while makes a single attempt long."""
-
-
-_GOING = frozenset({JobPhase.RUNNING, JobPhase.HOLDING, JobPhase.STOPPING})
-"""In which no member stops."""
-
-
-@dataclass
-class _Stop:
-    """All are to stop at a boundary."""
-
-    wish: Wish
-    deadline: float | None
+_MEETS_WITHIN_S = 30.0
+"""Seconds in which ranks that are all there fail to connect at least `_MOST_VOIDS` times, until the run ends:
+one that is stopped for a while makes a single attempt long."""
+_GOING = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase.STOPPING})
+"""Phases in which no member stops."""
 
 
 class JobState:
-    """The job.
+    """State of a job.
 
     Args:
         world_size: number of ranks.
-        settings: times, and whether the run goes on without ranks that it loses.
-        period_s: how often ranks are to report, and to be answered, as stalls are looked for; None if they
-            are not.
+        settings: times, and whether the job continues without ranks that it loses.
+        period_s: period of reports, and twice that of answers, where stalls are looked for; else None.
     """
 
     def __init__(self, world_size: int, settings: SupervisionSettings, period_s: float | None = None) -> None:
-        self.goes_on = settings.recovery is not None
-        """Whether the run goes on without ranks that it loses."""
-        self._settings = settings.recovery or RecoverySettings()
-        replaces = isinstance(self._settings, ReplaceSettings)
-        self._wait_s = self._settings.wait_s if isinstance(self._settings, ReplaceSettings) else 0.0
+        recovery = settings.recovery
+        self.goes_on = recovery is not None
+        """True if the job continues without ranks that it loses."""
+        self._settings = recovery or RecoverySettings()
+        self._wait_s = recovery.wait_s if isinstance(recovery, ReplaceSettings) else 0.0
         self._grace_s = settings.failure_grace_s
         self._period_s = period_s or min(max(_PERIOD_S, world_size / _REPORTS_A_S), self._grace_s / 3)
         self._current = CurrentPhase(self._grace_s)
@@ -84,81 +69,82 @@ class JobState:
         self.roster = Roster(world_size)
         self.history = History()
         self.reason: str | None = None
-        """Why the run cannot go on."""
+        """Reason for which the job cannot continue."""
         self.cause: FailureRecord | None = None
-        """The first failure since all were running."""
+        """First failure since all were running."""
         self.all_ended = 0
-        """Runs that all members have ended."""
+        """Number of runs that all members have ended."""
         self.is_pending = False
-        """Whether the failure of a process may be explained soon; nothing is formed meanwhile."""
+        """True while a failure waits for its explanation: no generation is formed meanwhile."""
         self.left: list[int] = []
-        """Places of those that have left since a generation was whole."""
+        """Places of processes that have left since a generation was whole."""
+        replaces = isinstance(recovery, ReplaceSettings)
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
         self._recoveries = Recoveries(self._settings.max_recoveries)
         self._book = OrderBook(None if period_s is None else period_s / 2)
         self._not_ended: set[Process] = set()
         """Members that have not ended the next run."""
         self._most_ended = 0
+        """Most runs that a member has ended."""
         self._position = 0
-        """Of the boundary where all meet, or stop."""
+        """Boundary where all meet or stop."""
         self._has_new = False
-        """Whether those that meet expect others to join."""
-        self.stopping: _Stop | None = None
-        """Set once all are to stop, for a signal."""
+        """True if those that meet expect others to join."""
+        self.stopping: Wish | None = None
+        """Set once all are to stop at a boundary, for a signal."""
+        self._stops_by: float | None = None
+        """Time at which the job fails unless all have stopped."""
         self._leaves_at: float | None = None
-        """When those that were asked to leave do; None if nobody was."""
+        """Time at which those that were asked to leave do; None if nobody was."""
         self._settles_at = 0.0
-        self._short_until: float | None = None
-        """Until when enough others have to come; None while there are enough."""
         self._lost: dict[Process, FailureRecord] = {}
         """Members that were lost since a generation was formed."""
+        self._new: NewGeneration | None = None
+        """The generation that was formed last."""
         self._whole = 0
         """The last generation all of whose members had its state."""
-        self._new: NewGeneration | None = None
         self._voids: list[float] = []
-        """When generations did not become whole, though nobody was lost, since one was."""
+        """Times at which generations did not become whole, though nobody was lost, since one was."""
         self._ending: dict[Process, float] = {}
-        """Those that have reported that they fail, or are told to end -> until when that may take."""
-        self._touched: list[Process] = []
-        """Those that have reported, or changed, since `tick`."""
+        """Processes that have reported that they fail, or are to end -> until when that may take."""
+        self._touched: dict[Process, None] = {}
+        """Processes that have reported, or changed, since `tick`."""
         self._actions: list[Action] = []
 
     @property
     def phase(self) -> JobPhase:
-        """What the job waits for."""
+        """Event for which the job waits."""
         return self._current.name
 
     @property
     def has_met(self) -> bool:
-        """Whether all ranks have been connected."""
+        """True if all ranks have been connected."""
         return self.phase is not JobPhase.CONNECTING
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events
 
-    def connected(self, who: Identity, now: float, *, start: int | None, is_launcher: bool) -> Process:
-        """A process has connected, in the place of its rank.
+    def connected(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
+        """Add a process that has connected, in the place of its rank.
 
         Args:
-            who: it.
-            now: the time.
-            start: which start in its place it follows, if it is to join; 0 for none.
-            is_launcher: whether it starts the processes of its node.
+            who: the process.
+            is_launcher: True if it starts the processes of its node.
 
         Raises:
             ProtocolError: there is no place for it.
         """
         place = who.rank
-        may_come = place < self.roster.num_places and not self.roster.is_late(who)
-        if start is None:
+        may_come = place < self.roster.num_places and (place, who.start) not in self.roster.ended_early
+        if who.start is None:
             may_come &= self.phase is JobPhase.CONNECTING and place not in self.roster.nodes
         else:
-            may_come = may_come and self._slots.may_come(who, start, is_launcher)
+            may_come = may_come and self._slots.may_come(who, is_launcher=is_launcher)
         if not may_come:
             raise ProtocolError(f"there is no place for rank {place}")
-        if start == 0:
-            start = self._slots.num_started(place)
-        process = self.roster.add(who, now, start=start, is_launcher=is_launcher)
-        self._touched.append(process)
+        if who.start == 0:
+            who = replace(who, start=self._slots[place].num_started)
+        process = self.roster.add(who, now, is_launcher=is_launcher)
+        self._touched[process] = None
         if process.is_member:
             self._not_ended.add(process)
         elif self.roster.launcher_of(place) is process:  # its node has come back
@@ -166,24 +152,26 @@ class JobState:
         return process
 
     def reported(self, process: Process, report: Report, now: float) -> None:
-        """A process has said what it is."""
+        """Take in a report; one that is not newer than the last changes nothing."""
         before, process.heard_at = process.report, now
-        if process.state is ProcessState.GONE or (before is not None and report.number <= before.number):
+        if process.state is ProcessState.GONE or report.number <= before.number:
             return
         process.report = report
-        self._touched.append(process)
+        self._touched[process] = None
+        if report.where.count != before.where.count or not process.is_active:
+            process.moved_at = now
         if process.state is ProcessState.JOINING and report.state_of == self.generation:
             process.state = ProcessState.MEMBER
         if report.ended > self.all_ended or report.phase is RankPhase.ENDED:
             self._not_ended.discard(process)
-        if report.phase is RankPhase.FAILED and process.is_member:
-            self._ending.setdefault(process, now + _EXPLAINED_WITHIN_S)
         if process.is_member:
             self._most_ended = max(self._most_ended, report.ended)
-        if report.wish is not None and (before is None or before.wish != report.wish):
+            if report.phase is RankPhase.FAILED:
+                self._ending.setdefault(process, now + _EXPLAINED_WITHIN_S)
+        if report.wish is not None and before.wish != report.wish:
             self._wished(process, report.wish, now)
-        begins = before is None or report.begun > before.begun
-        if begins and report.run not in ("", "fit") and self._leaves_at is not None:  # nobody leaves there
+        begins = report.begun > before.begun
+        if begins and report.run != "fit" and self._leaves_at is not None:  # nobody leaves there
             self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
         self._current.note(process, self.generation)
         is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
@@ -202,7 +190,7 @@ class JobState:
             self._leaves_at = now + SETTLE_S
 
     def dismiss(self, node: int, now: float) -> list[Process]:
-        """Have all processes of a node leave, and nobody join there; returns its members."""
+        """Have all processes of a node leave, and nobody join there; return its members."""
         there = [process for process in self.roster.living.values() if process.node == node]
         for process in there:
             process.is_dismissed = True
@@ -214,41 +202,47 @@ class JobState:
     def stop(self, wish: Wish, now: float) -> None:
         """Have all stop at a boundary; later calls change nothing."""
         if self.stopping is None and any(process.is_active for process in self.roster.remaining):
-            self.stopping, self._leaves_at = _Stop(wish, now + self._grace_s), None
+            self.stopping, self._stops_by, self._leaves_at = wish, now + self._grace_s, None
 
     def disconnected(self, process: Process, now: float) -> None:
-        """A connection has ended. What becomes of a member is for others to say: `lose`."""
+        """Note the end of a connection. If that of a member is a loss, the caller calls `lose`."""
         process.is_connected = False
         if process.node != 0 and process.state in (ProcessState.STANDING, ProcessState.RELEASED):
             self._exit(process, now)  # its launcher may be gone with it
         if process.is_launcher and process.node != 0:
             self._slots.reopen(process.node, now)  # what it was asked for is another one's, if any
 
-    def exited(self, record: FailureRecord, now: float) -> Process | None:
-        """A child has ended, says its launcher; returns the member that is to be explained, if it is one."""
-        process = self.roster.of(record)
-        if process is None:
-            is_news = self.roster.note_early(record)
-            if is_news and self._slots.is_awaited(record.rank, self._slots.num_started(record.rank)):
-                self._slots.failed(record.rank, now)
-        elif not process.has_exited:  # else two have told of it
-            process.has_exited = True
-            if process.is_member:
-                return process
-            self._exit(process, now)
-        return None
+    def exited(self, record: FailureRecord, now: float) -> bool:
+        """Note the end of a child, which its launcher may report twice; return True if it may be a failure.
+
+        A process that has not connected may have the process id of one from before its node came back, so
+        place and number of the start tell which it is.
+        """
+        process, key = self.roster.of(record), (record.rank, record.start)
+        if process is None or (process.place, process.identity.start) != key:
+            if key not in self.roster.ended_early and self._slots[record.rank].awaits(record.start):
+                self._slots[record.rank].failed(now)
+            self.roster.ended_early.add(key)
+            return not (self.goes_on and self.has_met)
+        if process.has_exited:
+            return False
+        process.has_exited = True
+        if process.is_member:  # with code 0 its connection says what it was
+            return record.exit_code != 0 or not (self.goes_on and self.has_met)
+        self._exit(process, now)
+        return False
 
     def _exit(self, process: Process, now: float) -> None:
-        """A process that is no member has ended."""
-        process.has_exited = True
+        """Remove a process that is no member, and has ended."""
+        process.has_exited, slot = True, self._slots[process.place]
         match process.state:
             case ProcessState.RELEASED if process.has_state:
-                self._slots.left(process.place, now)
+                slot.left(now)
             case ProcessState.STANDING | ProcessState.RELEASED:
-                if self._slots.is_awaited(process.place, process.start):
-                    self._slots.failed(process.place, now)
+                if slot.awaits(process.identity.start):
+                    slot.failed(now)
             case ProcessState.CONDEMNED if process not in self._lost:
-                self._slots.failed(process.place, now)
+                slot.failed(now)
         self._remove(process)
 
     def _remove(self, process: Process) -> None:
@@ -261,16 +255,13 @@ class JobState:
         process.state = ProcessState.RELEASED
         self._ending[process] = now + self._grace_s
         self._not_ended.discard(process)
-        self._touched.append(process)
+        self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """A member is lost; returns whether the others may go on without it.
+        """Lose a member; return True if the others may continue without it.
 
         Args:
-            process: who.
-            record: how.
-            now: the time.
-            has_ended: whether it is certain that it does nothing any more.
+            has_ended: True if it certainly does nothing any more.
         """
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
@@ -280,10 +271,10 @@ class JobState:
         if process.state is ProcessState.JOINING:  # it has not got as far as the others
             self.roster.put_out(process)
             if has_ended:
-                self._slots.failed(process.place, now)
+                self._slots[process.place].failed(now)
         else:
             self._lost[process] = record
-        self._actions.append(HangUp(process))
+        self._actions.append(End(process))
         self._recover(record, now)
         if has_ended:
             self._remove(process)
@@ -291,69 +282,63 @@ class JobState:
             process.state, process.heard_at = ProcessState.CONDEMNED, now
             self._not_ended.discard(process)
             self._current.awaited.add(process)
-            self._actions.append(Kill(process))
         remaining = self.roster.remaining
-        if self._is_short(remaining):
-            if not self._wait_s or not remaining:
-                self._give_up(f"{len(remaining)} ranks remain, fewer than min_world_size")
-            self._short_until = self._short_until or now + self._wait_s
+        self._give_up_if_short(remaining, remaining)
         return True
 
     def unexplained(self, now: float) -> list[Process]:
-        """Take out the members that have failed a while ago, and of whose failure nothing else has come."""
+        """Return, once, the members of whose failure nothing else has come for a while."""
         due = [process for process, at in self._ending.items() if at <= now]
         for process in due:
             del self._ending[process]
             is_stuck = process.state is ProcessState.RELEASED and process.phase not in OUT
             if is_stuck and process.node == 0:  # elsewhere its launcher does it
-                self._actions.append(Kill(process))
+                self._actions.append(End(process))
         return [process for process in due if process.is_member]
 
     def gave_up(self, process: Process, why: str) -> None:
-        """A process fails that the others wait for: the run ends."""
+        """End the run if the others wait for a process that fails."""
         if self.phase in (JobPhase.RECOVERING, JobPhase.FORMING) and process.is_member:
             self._give_up(why)
 
-    # ------------------------------------------------------------------ what is to be done
+    # ------------------------------------------------------------------ what is due
 
     def deadline(self, now: float) -> float | None:
-        """When to call `tick` at the latest; None if nothing is pending."""
-        found = [self._current.deadline(), min(self._ending.values(), default=None)]
-        if self.phase is JobPhase.RUNNING and self._leaves_at is not None and self._all_are_active:
-            found.append(self._leaves_at)
-        if self.stopping is not None:
-            found.append(self.stopping.deadline)
-        if self.phase is JobPhase.RECOVERING and not self._current.awaited and self._is_settled():
-            found.append(self._settles_at)
-        if self.phase is JobPhase.HOLDING and self.stopping is None and (self._short_until or 0.0) > now:
-            found.append(self._short_until)  # once it is past, enough are there, and only have to answer
+        """Return when to call `tick` at the latest; None if nothing is pending."""
+        found = [self._current.deadline(), min(self._ending.values(), default=None), self._stops_by]
+        match self.phase:
+            case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
+                found.append(self._leaves_at)
+            case JobPhase.SHORT:
+                found.append(self._current.since + self._wait_s)
+            case JobPhase.RECOVERING if not self._current.awaited and self._is_settled():
+                found.append(self._settles_at)
         if self.phase is not JobPhase.OVER:
             found.append(self._slots.deadline())
         return min((at for at in found if at is not None), default=None)
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due; returns what is to be done about it."""
+        """Do what is due; return what others have to do about it."""
         self._lose_late(now)
         while self._advance(now):
             pass
         if self.has_met and self.phase is not JobPhase.OVER:
             self._actions += self._slots.due(now)
         if self.phase is not JobPhase.OVER or self.reason is None:  # then the failure is told to all
-            template, touched = self._template(), self._touched
-            self._actions += self._book.give(template, touched, self.roster.living.values(), now)
-            self._touched = []
+            touched, self._touched = self._touched, {}
+            self._actions += self._book.give(self._template(), touched, self.roster.living.values(), now)
         actions, self._actions = self._actions, []
         return actions
 
     def _template(self) -> Order:
-        """What members are to do."""
-        task = TASKS[self.phase]
+        """Return the order of the members, without its number."""
+        task = self.phase.task
         return Order(
             number=0,
             task=task,
             position=self._position if task in (Task.MEET, Task.STOP) else 0,
             has_new=self._has_new and task is Task.MEET,
-            wish=self.stopping.wish if task is Task.STOP and self.stopping is not None else None,
+            wish=self.stopping if task is Task.STOP else None,
             record=self.cause if task is Task.RECOVER else None,
             generation=self._new if task is Task.ENTER else None,
             all_ended=self.all_ended,
@@ -361,16 +346,18 @@ class JobState:
         )
 
     def _advance(self, now: float) -> bool:
-        """Goes on to another phase, if it is time; returns whether it has."""
+        """Begin another phase if it is time; return True if one has begun."""
         self._count_ended()
         self._release_late(now)
         before = self.phase, self.generation, self._current.since
         match self.phase:
             case JobPhase.CONNECTING if len(self.roster.members) == self.roster.num_places:
-                self.roster.members.sort(key=lambda process: process.place)
+                self.roster.set_members(sorted(self.roster.members, key=lambda process: process.place))
                 self._enter(JobPhase.RUNNING, now)
             case JobPhase.RUNNING if self._wants_boundary(now):
                 self._enter(JobPhase.HOLDING, now)
+            case JobPhase.SHORT:
+                self._advance_short(now)
             case JobPhase.HOLDING:
                 self._advance_holding(now)
             case JobPhase.MEETING:
@@ -384,50 +371,52 @@ class JobState:
     def _enter(self, phase: JobPhase, now: float) -> None:
         self._current.begin(phase, self.roster.remaining, now)
 
-    def _advance_holding(self, now: float) -> None:
-        if self._short_until is not None and self.stopping is None:
-            if self._is_short([*self.roster.remaining, *self._slots.ready(now)]):
-                if now >= self._short_until:
-                    self._give_up(
-                        f"{len(self.roster.remaining)} ranks remain, fewer than min_world_size, and no new"
-                        f" ranks have joined within wait_s={self._wait_s:g} s"
-                    )
-                return
-        elif not self._wants_boundary(now):
+    def _resume(self, now: float) -> None:
+        """Have the members train, or wait for others where they are too few."""
+        self._enter(JobPhase.SHORT if self._is_short(self.roster.remaining) else JobPhase.RUNNING, now)
+
+    def _advance_short(self, now: float) -> None:
+        if self._wants_boundary(now):
+            self._enter(JobPhase.HOLDING, now)
+        elif not self._all_are_active:  # the run ends
             self._enter(JobPhase.RUNNING, now)
-            return
-        if self._current.awaited:
-            return
-        self._position = max(p.report.position for p in self.roster.remaining if p.report is not None)
-        if self.stopping is not None:
-            self._enter(JobPhase.STOPPING, now)
-        elif self._is_settled():
-            self._has_new = bool(self._slots.ready(now))
-            self._enter(JobPhase.MEETING, now)
+        elif now >= self._current.since + self._wait_s:
+            self._give_up(
+                f"{len(self.roster.remaining)} ranks remain, fewer than min_world_size, and no new ranks have"
+                f" joined within wait_s={self._wait_s:g} s"
+            )
+
+    def _advance_holding(self, now: float) -> None:
+        if not self._wants_boundary(now):
+            self._resume(now)
+        elif not self._current.awaited:
+            self._position = max(process.report.position for process in self.roster.remaining)
+            if self.stopping is not None:
+                self._enter(JobPhase.STOPPING, now)
+            elif self._is_settled():
+                self._has_new = bool(self._slots.ready(now))
+                self._enter(JobPhase.MEETING, now)
 
     def _advance_meeting(self, now: float) -> None:
         remaining = self.roster.remaining
+        over = [process for process in remaining if not process.is_active]
         if not self._current.awaited:
             if self._is_settled():
                 self._form(now)
-        elif any(not process.is_active for process in remaining):  # the run of one of them has ended
-            if any(process.phase is RankPhase.MEETING for process in remaining):
-                gone = next(process for process in remaining if not process.is_active)
-                text = "it has ended its run before the others"
-                self._recover(FailureRecord.of_identity(gone.who, text), now)
-            else:
-                self._enter(JobPhase.RUNNING, now)
+        elif over and any(process.phase is RankPhase.MEETING for process in remaining):
+            text = "it has ended its run before the others"
+            self._recover(FailureRecord.of_identity(over[0].who, text), now)
+        elif over:
+            self._enter(JobPhase.RUNNING, now)
 
     def _advance_recovering(self, now: float) -> None:
-        for process in [
-            process for process in dict.fromkeys(self._touched) if process in self._current.awaited
-        ]:
+        for process in self._awaited_and_touched():
             if process.phase in OUT:  # it has ended its part, and does not answer
                 process.state = ProcessState.RELEASED
                 self.left.append(process.place)
                 self.roster.put_out(process)
                 self._current.awaited.discard(process)
-            elif process.phase is RankPhase.FAILED and process.report is not None and process.report.why:
+            elif process.phase is RankPhase.FAILED and process.report.why:
                 self._give_up(process.report.why)
                 return
         if not self.roster.remaining:
@@ -436,22 +425,20 @@ class JobState:
         elif not self._current.awaited and now >= self._settles_at and self._is_settled():
             self._form(now)
 
+    def _awaited_and_touched(self) -> list[Process]:
+        return [process for process in self._touched if process in self._current.awaited]
+
     def _is_settled(self) -> bool:
-        """Whether nobody may be lost who is to be a member of what follows."""
+        """Return True if nobody may be lost who is to be a member of what follows."""
         is_there = (process.is_connected and not process.has_exited for process in self.roster.remaining)
         return not self.is_pending and all(is_there)
 
     def _advance_forming(self, now: float) -> None:
-        for process in [
-            process for process in dict.fromkeys(self._touched) if process in self._current.awaited
-        ]:
+        for process in self._awaited_and_touched():
             report = process.report
-            if report is None:
-                continue
             has_stopped = report.generation == self.generation and process.has_heard
             has_stopped &= report.phase in (RankPhase.STOPPED, RankPhase.STANDING, RankPhase.MEETING)
-            is_needed = process.state is ProcessState.MEMBER
-            if report.phase is RankPhase.FAILED and report.why and is_needed:
+            if report.phase is RankPhase.FAILED and report.why and process.state is ProcessState.MEMBER:
                 self._give_up(report.why)
                 return
             if has_stopped or report.phase in OUT:
@@ -465,11 +452,10 @@ class JobState:
             self._position = -1
             self._enter(JobPhase.STOPPING, now)
         else:
-            is_short = self._short_until is not None
-            self._enter(JobPhase.HOLDING if is_short else JobPhase.RUNNING, now)
+            self._resume(now)
 
     def _void(self, process: Process, now: float) -> None:
-        """A member of the generation that is formed has stopped again, and nobody is lost: all meet anew."""
+        """Have all meet anew, as a member has stopped again while the generation was formed."""
         self._voids.append(now)
         cause = FailureRecord.of_identity(process.who, "it could not connect to the other ranks")
         if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
@@ -479,43 +465,55 @@ class JobState:
             self._recover(cause, now)
 
     def _recover(self, cause: FailureRecord, now: float) -> None:
-        """Has all stop that are there, unless they do."""
+        """Have all members stop, unless they do already."""
         self._settles_at = now + SETTLE_S
         if self.phase is not JobPhase.RECOVERING:
-            self.cause = self.cause or cause.cut()
+            self.cause = self.cause or cause
             self._enter(JobPhase.RECOVERING, now)
-            self._touched += self.roster.remaining  # some may have ended their part already
+            self._touched |= dict.fromkeys(self.roster.remaining)  # some may have ended their part already
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         self._enter(JobPhase.OVER, self._current.since)
 
+    def _give_up_if_short(self, members: list[Process], staying: list[Process]) -> bool:
+        """Give up if there are too few members, and nobody who could wait for others."""
+        if self._is_short(members) and not (self._wait_s and staying):
+            self._give_up(f"{len(members)} ranks remain, fewer than min_world_size")
+            return True
+        return False
+
     def _count_ended(self) -> None:
-        """Counts the runs that all members have ended."""
+        """Count the runs that all members have ended."""
         while self.roster.members and not self._not_ended:
             there = [p for p in self.roster.remaining if p.phase is not RankPhase.ENDED]
             if not there:
                 break
             self.all_ended += 1
-            self._not_ended = {process for process in there if process.num_ended <= self.all_ended}
+            self._not_ended = {process for process in there if process.report.ended <= self.all_ended}
 
     def _release_late(self, now: float) -> None:
-        """Has those end that come after the last step, or whose launcher is gone."""
+        """Release those that come after the last step, or whose launcher is gone."""
         for process in self.roster.standing:
             is_over = self.phase is JobPhase.OVER and self.reason is None
-            if process.num_ended < self._most_ended or is_over:
-                self._slots.close(process.place)
+            if process.report.ended < self._most_ended or is_over:
+                self._slots[process.place].close()
                 self._release(process, now)
             elif process.node != 0 and self.roster.launcher_of(process.place) is None:
                 self._release(process, now)
 
-    # ------------------------------------------------------------------ who has not followed
-
     def _lose_late(self, now: float) -> None:
-        """Whoever has not followed an order in time is lost; in a stop for a signal, the run fails."""
-        if self.stopping is not None and self.stopping.deadline is not None and now >= self.stopping.deadline:
-            self.stopping.deadline = None
-            self._accuse_late([process for process in self.roster.remaining if process.is_active])
+        """Lose whoever has not followed an order in time; in a stop for a signal the run fails."""
+        if self._stops_by is not None and now >= self._stops_by:
+            self._stops_by = None
+            late = [process for process in self.roster.remaining if process.is_active]
+            if late:
+                ranks = ", ".join(str(process.rank) for process in late)
+                message = (
+                    f"all were asked to stop by a signal, but rank(s) {ranks} did not reach the next step"
+                    f" boundary within failure_grace_s={self._grace_s:g} s"
+                )
+                self._actions.append(Accuse(FailureRecord.of_identity(late[0].who, message)))
         for process in self._current.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
@@ -523,27 +521,21 @@ class JobState:
             message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
             self.lose(process, FailureRecord.of_identity(process.who, message), now, has_ended=False)
 
-    def _accuse_late(self, late: list[Process]) -> None:
-        if late:
-            names = ", ".join(str(process.rank) for process in late)
-            message = (
-                f"all were asked to stop by a signal, but rank(s) {names} did not reach the next step"
-                f" boundary within failure_grace_s={self._grace_s:g} s"
-            )
-            self._actions.append(Accuse(FailureRecord(rank=late[0].rank, message=message)))
-
     # ------------------------------------------------------------------ who joins and leaves
 
     def _wants_boundary(self, now: float) -> bool:
-        """Whether all are to stop at a boundary: for a signal, or as others join or leave."""
+        """Return True if all are to stop at a boundary: for a signal, or as others join or leave."""
         if self.stopping is not None:
             return True
         if self._leaves_at is None and not self.roster.standing:  # as for most of a run
             return False
         if not self._all_are_active:  # the run ends, and nobody meets in it any more
             return False
+        remaining, ready = self.roster.remaining, self._slots.ready(now)
+        if self._is_short(remaining):
+            return not self._is_short([*remaining, *ready])
         if self._leaves_at is not None and now >= self._leaves_at:
-            leavers = [process for process in self.roster.remaining if process.wants_to_leave]
+            leavers = [process for process in remaining if process.wants_to_leave]
             if leavers and self._may_go(leavers):
                 return True
             self._leaves_at = None
@@ -557,7 +549,7 @@ class JobState:
                 self._actions.append(Say(text))
                 self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
                 return True
-        return bool(self._slots.ready(now))
+        return bool(ready)
 
     @property
     def _all_are_active(self) -> bool:
@@ -573,7 +565,7 @@ class JobState:
     # ------------------------------------------------------------------ the next generation
 
     def _form(self, now: float) -> None:
-        """Forms the next generation, or ends the run if there is none."""
+        """Form the next generation, or end the run if there is none."""
         is_met = self.phase is JobPhase.MEETING
         remaining = self.roster.remaining
         stand = [process for process in remaining if not process.has_state]
@@ -583,14 +575,11 @@ class JobState:
         staying = [p for p in remaining if p not in stand and p not in leaving]
         joined = self._slots.ready(now) if is_met and self._has_new else []
         members = sorted([*staying, *joined], key=lambda process: process.place)
-        if self._is_short(members) and self._short_until is None:
-            if not self._wait_s or not staying:
-                self._give_up(f"{len(members)} ranks remain, fewer than min_world_size")
-                return
-            self._short_until = now + self._wait_s
-        known = {p.place: p.report.progress for p in staying if p.report and p.report.progress}
+        if self._give_up_if_short(members, staying):
+            return
+        known = {p.place: p.report.progress for p in staying if p.report.progress}
         is_new = self._whole == self.generation
-        obstacle = self._recoveries.obstacle(known.values(), self._lost.values(), is_new=is_new)
+        obstacle = self._recoveries.count(known.values(), self._lost.values(), is_new=is_new)
         if obstacle is not None:
             self._give_up(obstacle)
             return
@@ -605,38 +594,22 @@ class JobState:
             left=tuple(sorted(self.left)),
             is_met=is_met,
         )
-        self._take_in(members, joined, stand, leaving, now)
-        self.history.formed(self._new.step, before, self._new.members, now)
-        self._enter(JobPhase.FORMING, now)
-
-    def _take_in(
-        self,
-        members: list[Process],
-        joined: list[Process],
-        stand: list[Process],
-        leaving: list[Process],
-        now: float,
-    ) -> None:
-        """What each process is in the generation that is formed."""
-        assert self._new is not None
         for process in stand:
             process.state, process.rank = ProcessState.STANDING, process.place
-            self._slots.stands_again(process.place)
+            self._slots[process.place].stands_again()
         for process in leaving:
             record = FailureRecord.of_identity(process.who, "the process was asked to leave")
-            self.history.released(process.place, record)
+            self.history.lost(process.place, record, now)
             self._release(process, now)
         for process in self._lost:
-            self._slots.lost(process.place, self._new.step, now)
+            self._slots[process.place].lost(self._new.step, now)
         for process in joined:
             process.state = ProcessState.JOINING
-            self._slots.joined(process.place, self._new.step)
-        for rank, process in enumerate(members):
-            process.rank = rank
+            self._slots[process.place].joined(self._new.step)
         self._lost = {}
         self.roster.set_members(members)
-        self._not_ended = {process for process in members if process.num_ended <= self.all_ended}
+        self._not_ended = {process for process in members if process.report.ended <= self.all_ended}
         if not any(process.wants_to_leave for process in members):
             self._leaves_at = None
-        if not self._is_short(members):
-            self._short_until = None
+        self.history.formed(self._new.step, before, self._new.members, now)
+        self._enter(JobPhase.FORMING, now)

@@ -10,8 +10,7 @@ import functools
 import json
 import struct
 import types
-from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +18,7 @@ from lightning_ddp.supervise.protocol import Message, ProtocolError
 
 __all__ = ["LIMIT_BYTES", "Unpacker", "pack"]
 
-LIMIT_BYTES = 64 * 1024
+LIMIT_BYTES = 256 * 1024
 """Longest message, without its length."""
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
@@ -33,8 +32,9 @@ def pack(message: Message) -> bytes:
     Raises:
         ProtocolError: it is longer than `LIMIT_BYTES`.
     """
-    values = asdict(message)  # type: ignore[call-overload]  # all kinds are dataclasses
-    data = json.dumps({"kind": message.kind, **values}, separators=(",", ":")).encode()
+    values = {"kind": message.kind, **asdict(message)}  # type: ignore[call-overload]  # all are dataclasses
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
     if len(data) > LIMIT_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes; the limit is {LIMIT_BYTES}")
     return _LENGTH.pack(len(data)) + data
@@ -82,80 +82,66 @@ def _parse(data: bytes) -> Message:
     if not isinstance(kind, str) or kind not in Message.kinds:
         raise ProtocolError("no object with a known kind")
     try:
-        message: Message = _reader(Message.kinds[kind])(values)
+        message: Message = _read(_type_of(Message.kinds[kind]), values)
     except ProtocolError as error:
         raise ProtocolError(f"{kind}{error}") from None
     return message
 
 
-_Reader = Callable[[Any], Any]
-"""Converts a JSON value into the type of a field; raises ProtocolError with what is wrong."""
+@dataclass(frozen=True, eq=False)
+class _Type:
+    """The type of a field, taken apart once: 16,384 ranks read a message at the same time."""
+
+    hint: Any
+    origin: Any
+    parts: tuple[Any, ...]
+    """Types of what it is made of; the choices of a text, or the limit of its length."""
 
 
 @functools.cache
-def _reader(hint: Any) -> _Reader:
-    """Return the reader of a type; cached, as 16,384 ranks read a message at once."""
+def _type_of(hint: Any) -> _Type:
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return lambda value: value
     if is_dataclass(hint):
-        return _reader_of_fields(hint)
-    if origin in (Union, types.UnionType):
-        (only,) = (_reader(argument) for argument in arguments if argument is not types.NoneType)
-        return lambda value: None if value is None else only(value)
-    if origin is Annotated:
-        whole, longest = _reader(arguments[0]), arguments[1]
-        return lambda value: whole(value[:longest] if isinstance(value, str | list) else value)
-    if origin is Literal:
-        return _reader_of(lambda value: isinstance(value, str) and value in arguments)
-    if origin is dict:
-        part = _reader(arguments[1])
-        check = _reader_of(lambda value: type(value) is dict and all(key.isdecimal() for key in value))
-        return lambda value: {int(key): part(of) for key, of in check(value).items()}
-    if origin is tuple:
-        return _reader_of_tuple(arguments)
+        hints = get_type_hints(hint, include_extras=True)
+        return _Type(
+            hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
+        )
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        known = {member.value: member for member in hint}
-        check = _reader_of(lambda value: isinstance(value, str) and value in known)
-        return lambda value: known[check(value)]
-    if hint is float:
-        check = _reader_of(lambda value: type(value) in (int, float) and abs(value) < _LARGEST)
-        return lambda value: float(check(value))
-    return _reader_of(lambda value: type(value) is hint)
+        return _Type(hint, StrEnum, tuple(hint))
+    if origin is Literal:
+        return _Type(hint, origin, arguments)
+    return _Type(hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments))
 
 
-def _reader_of(is_right: Callable[[Any], bool]) -> _Reader:
-    def read(value: Any) -> Any:
-        if not is_right(value):
-            raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
+def _read(kind: _Type, value: Any) -> Any:
+    """Return a JSON value as the type of its field; raise `ProtocolError` with what is wrong."""
+    hint, origin, parts = kind.hint, kind.origin, kind.parts
+    if (type(value) is hint and hint is not float) or hint is Any:
         return value
+    if origin in (Union, types.UnionType):
+        return None if value is None else _read(parts[0], value)
+    if origin is Annotated:
+        return _read(parts[0], value[: parts[1]] if isinstance(value, str | list) else value)
+    if origin == "fields" and type(value) is dict:
+        return hint(**dict(_read_field(name, part, value) for name, part in parts))
+    if origin is tuple and type(value) is list:
+        if parts[-1].hint is ...:
+            return tuple(_read(parts[0], part) for part in value)
+        if len(value) == len(parts):
+            return tuple(map(_read, parts, value))
+    elif origin is dict and type(value) is dict and all(map(str.isdecimal, value)):
+        return {int(key): _read(parts[1], part) for key, part in value.items()}
+    elif origin in (Literal, StrEnum) and value in parts:
+        return hint(value) if origin is StrEnum else value
+    elif hint is float and type(value) in (int, float) and abs(value) < _LARGEST:
+        return float(value)
+    raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
 
-    return read
 
-
-def _reader_of_tuple(arguments: tuple[Any, ...]) -> _Reader:
-    is_open = arguments[-1] is ...
-    readers = [_reader(argument) for argument in arguments if argument is not ...]
-    check = _reader_of(lambda value: type(value) is list and (is_open or len(value) == len(readers)))
-    if is_open:
-        return lambda value: tuple(map(readers[0], check(value)))
-    return lambda value: tuple(read(part) for read, part in zip(readers, check(value), strict=True))
-
-
-def _reader_of_fields(kind: Any) -> _Reader:
-    hints = get_type_hints(kind, include_extras=True)
-    readers = [(field.name, _reader(hints[field.name])) for field in fields(kind)]
-    check = _reader_of(lambda value: type(value) is dict)
-
-    def read(value: Any) -> Any:
-        values = {}
-        for name, read_field in readers:
-            if name not in check(value):
-                raise ProtocolError(f" has no {name}")
-            try:
-                values[name] = read_field(value[name])
-            except ProtocolError as error:
-                raise ProtocolError(f".{name}{error}") from None
-        return kind(**values)
-
-    return read
+def _read_field(name: str, kind: _Type, values: dict[str, Any]) -> tuple[str, Any]:
+    if name not in values:
+        raise ProtocolError(f" has no {name}")
+    try:
+        return name, _read(kind, values[name])
+    except ProtocolError as error:
+        raise ProtocolError(f".{name}{error}") from None

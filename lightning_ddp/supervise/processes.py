@@ -1,4 +1,4 @@
-"""The processes of a job, as the control server knows them. Pure: no clock, no I/O."""
+"""The processes of a job, as the control server knows them (pure)."""
 
 from __future__ import annotations
 
@@ -6,132 +6,122 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
-from lightning_ddp.supervise.orders import Order, RankPhase, Report, WishKind
+from lightning_ddp.supervise.orders import NO_REPORT, Order, RankPhase, Report, WishKind
 
 __all__ = ["OUT", "Process", "ProcessState", "Roster"]
 
 OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})
-"""In which a process answers nobody any more."""
+"""Phases in which a process answers nobody."""
 _INACTIVE = OUT | {RankPhase.IDLE, RankPhase.FAILED}
 
 
 class ProcessState(Enum):
-    """What a process is to the job."""
+    """Part of a process in the job; `docs/concepts/elastic-protocol.md` describes each."""
 
     STANDING = auto()
-    """It was started in the place of a lost one, and is no member."""
     JOINING = auto()
-    """A member of the present generation that has not got its state."""
     MEMBER = auto()
     CONDEMNED = auto()
-    """It is lost, and not yet known to have ended: it is killed, and waited for."""
     RELEASED = auto()
-    """It is told to end, and is no failure."""
     GONE = auto()
 
 
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """A process that has connected: an incarnation, which has one place and one connection."""
+    """A process that has connected: it has one place and one connection."""
 
     number: int
-    """Grows from connection to connection."""
+    """Number of the connection."""
     identity: Identity
-    """As it has said in the beginning, with its place as rank."""
+    """Identity of its hello, with its place as rank."""
     state: ProcessState
     rank: int
-    """In the last generation that it was a member of."""
+    """Rank in the last generation that it was a member of."""
     is_launcher: bool
-    start: int | None
-    """Which start in its place it follows, if it was to join."""
     heard_at: float
-    report: Report | None = None
-    """The last."""
+    """Time of the last report, or of the connection."""
+    moved_at: float = 0.0
+    """Time of the first report with the present count of progress."""
+    report: Report = NO_REPORT
+    """The last report."""
     order: Order | None = None
-    """The last that was sent."""
+    """The last order that was sent."""
     ordered_at: float = 0.0
     is_connected: bool = True
     has_exited: bool = False
     is_dismissed: bool = False
-    """Whether its node was asked to leave."""
+    """True if its node was asked to leave."""
 
     def __hash__(self) -> int:
         return self.number  # not the address: sets of processes have the same order whenever the same happens
 
     @property
     def place(self) -> int:
-        """The rank of its slot in the beginning, which never changes."""
+        """Number of its slot, which is its rank in the first generation."""
         return self.identity.rank
 
     @property
     def node(self) -> int:
-        """Where it runs."""
         return self.identity.node_rank
 
     @property
     def who(self) -> Identity:
-        """The process with its present rank."""
+        """Identity with the present rank."""
         return self.identity if self.rank == self.place else replace(self.identity, rank=self.rank)
 
     @property
     def is_member(self) -> bool:
-        """Whether it belongs to the present generation, and is not lost: those in `Roster.members` may be."""
+        """True if it is in the present generation and not lost."""
         return self.state in (ProcessState.MEMBER, ProcessState.JOINING)
 
     @property
     def phase(self) -> RankPhase:
-        """What it says that it is."""
-        return RankPhase.STARTING if self.report is None else self.report.phase
+        """Phase of its last report."""
+        return self.report.phase
 
     @property
     def is_active(self) -> bool:
-        """Whether it is in a run, or on the way to its first one."""
+        """True if it is in a run, or on the way to its first one."""
         return self.phase not in _INACTIVE
 
     @property
-    def num_ended(self) -> int:
-        """Runs that it has ended."""
-        return 0 if self.report is None else self.report.ended
-
-    @property
     def has_state(self) -> bool:
-        """Whether it has ever had the state of a generation."""
-        return self.report is not None and self.report.state_of >= 0
+        """True if it has ever had the state of a generation."""
+        return self.report.state_of >= 0
 
     @property
     def has_heard(self) -> bool:
-        """Whether its last report was made in the knowledge of its last order."""
-        is_told = self.report is not None and self.order is not None
-        return is_told and self.report.heard == self.order.number  # type: ignore[union-attr]
+        """True if its last report was made in the knowledge of its last order."""
+        return self.order is not None and self.report.heard == self.order.number
 
     @property
     def wants_to_leave(self) -> bool:
-        """Whether it was asked to leave."""
-        wish = self.report.wish if self.report is not None else None
+        """True if it was asked to leave."""
+        wish = self.report.wish
         return self.is_dismissed or (wish is not None and wish.kind is not WishKind.STOP)
 
 
 class Roster:
-    """All processes of a job, by what they are known by.
+    """All processes of a job.
 
     Args:
-        num_places: places of the job.
+        num_places: number of places.
     """
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self.living: dict[int, Process] = {}
-        """Those that are not gone, by their numbers."""
+        """Processes that are not gone, by their numbers."""
         self.members: list[Process] = []
-        """Of the last generation that was formed, by rank; also those that were lost since."""
+        """Members of the last generation that was formed, by rank; also those that were lost since."""
         self.outside: dict[int, Process] = {}
-        """Those of the living that belong to no generation, by their numbers."""
+        """Living processes that belong to no generation, by their numbers."""
         self.nodes: dict[int, int] = {}
         """Place -> its node."""
+        self.ended_early: set[tuple[int, int | None]] = set()
+        """Place and start of processes that have ended before they had connected."""
         self._known: dict[tuple[int | None, int | None], Process] = {}
-        """By node and process id: those that are gone, too."""
-        self._early: set[tuple[int | None, int | None]] = set()
-        """Processes that have ended, and have not been heard of before."""
+        """Node and process id -> the last process that had them, also if it is gone."""
         self._num_connected = 0
 
     @property
@@ -141,22 +131,19 @@ class Roster:
 
     @property
     def standing(self) -> list[Process]:
-        """Those that were started in the place of lost ones, and wait to be let in."""
+        """New processes that wait to be let in."""
         return [process for process in self.outside.values() if process.state is ProcessState.STANDING]
 
     def of(self, record: FailureRecord | Identity) -> Process | None:
-        """The process that a record tells of. Ranks are not asked for: they may be of another generation."""
-        known = self._known.get((record.node_rank, record.pid))
-        if known is None and record.pid is None:
-            known = next((process for process in self.members if process.rank == record.rank), None)
-        return known
+        """Return the process of a record, whose rank may be of another generation."""
+        return self._known.get((record.node_rank, record.pid))
 
     def at(self, place: int) -> list[Process]:
-        """Those that have a place: two, where a node is back before its loss is known."""
+        """Return the living processes of a place: two, where a node is back before its loss is known."""
         return [process for process in self.living.values() if process.place == place]
 
     def launcher_of(self, place: int) -> Process | None:
-        """Who starts processes on the node of a place, unless that is the server's own, or leaves."""
+        """Return the process that starts others on the node of a place; None on the server's node."""
         node = self.nodes.get(place, 0)
         for process in self.living.values() if node else ():
             is_it = process.is_launcher and process.node == node and process.is_connected
@@ -164,20 +151,20 @@ class Roster:
                 return process
         return None
 
-    def add(self, who: Identity, now: float, *, start: int | None, is_launcher: bool) -> Process:
-        """A process has connected: as a first one if it follows no start."""
+    def add(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
+        """Add a process that has connected: a member if it follows no start."""
         self._num_connected += 1
         process = Process(
             number=self._num_connected,
             identity=who,
-            state=ProcessState.MEMBER if start is None else ProcessState.STANDING,
+            state=ProcessState.MEMBER if who.start is None else ProcessState.STANDING,
             rank=who.rank,
             is_launcher=is_launcher,
-            start=start,
             heard_at=now,
+            moved_at=now,
         )
         self._known[who.node_rank, who.pid] = self.living[process.number] = process
-        if start is None:
+        if who.start is None:
             self.nodes[who.rank] = who.node_rank
             self.members.append(process)
         else:
@@ -185,31 +172,19 @@ class Roster:
         return process
 
     def put_out(self, process: Process) -> None:
-        """A process belongs to the present generation no more."""
+        """Take a process out of the present generation."""
         self.members.remove(process)
         self.outside[process.number] = process
 
     def set_members(self, members: list[Process]) -> None:
-        """The next generation is formed."""
+        """Set the members of the next generation, by their ranks in it."""
         self.members, inside = members, set(members)
         self.outside = {n: process for n, process in self.living.items() if process not in inside}
-
-    def note_early(self, record: FailureRecord) -> bool:
-        """Note the end of a process that has not connected; return False if it was known.
-
-        What that process has sent may still come, and its launcher may tell of the end once more.
-        """
-        key = (record.node_rank, record.pid)
-        is_news = key not in self._early
-        self._early.add(key)
-        return is_news
-
-    def is_late(self, who: Identity) -> bool:
-        """Tell whether a process that connects has ended already."""
-        return (who.node_rank, who.pid) in self._early
+        for rank, process in enumerate(members):
+            process.rank = rank
 
     def remove(self, process: Process) -> None:
-        """A process is gone."""
+        """Note that a process is gone."""
         process.state = ProcessState.GONE
         self.living.pop(process.number, None)
         self.outside.pop(process.number, None)

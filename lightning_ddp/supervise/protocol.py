@@ -123,21 +123,12 @@ class Findings:
 
 
 class Hello(Message):
-    """The first message of a connection."""
+    """The first message of a connection; `is_launcher` if its sender handles `Start`."""
 
     token: str
-    """Secret of the job."""
     identity: Identity
-    start: int | None = None
-    """Number of the `Start` that it follows; 0 for the launcher of a node that is back; None for others."""
     is_launcher: bool = False
-    """True if it handles `Start`."""
     version: int = VERSION
-
-    @property
-    def is_new(self) -> bool:
-        """True if it joins a job that has begun."""
-        return self.start is not None
 
 
 class ListRanks(Message):
@@ -169,7 +160,7 @@ class PeerDisconnected(Message):
 
 
 class Exited(Message):
-    """Exit of a child without success, reported by its launcher."""
+    """Exit of a child, reported by its launcher, with its place as rank."""
 
     record: FailureRecord
 
@@ -199,15 +190,12 @@ class StatusReply(Message):
 
 
 class CollectiveFingerprint(Message):
-    """Collective that a rank is about to start: `CollectiveApproved` or `Diagnosis`."""
+    """Collective, with shapes and dtypes, that a rank is about to start."""
 
     group: Text
     ranks: Text
     number: int
     text: Text
-    """The collective with shapes and dtypes."""
-    run: int
-    """Number of the run, as `Report` counts them."""
 
 
 class SendValue(Message):
@@ -281,4 +269,4 @@ class PeerValue(Message):
 
 
 Outgoing = list[tuple[int, Message]]
-"""Messages, and the rank or slot of each."""
+"""Messages, and the rank of each."""

@@ -1,7 +1,7 @@
-"""What a process is in its run, and what it is to do. Pure: it reads no clock, and sends nothing.
+"""The state of a process in its run, and what it is to do (pure).
 
 The thread of the control channel brings orders (`hear`), the main thread says where it is; after each of both
-`news` has the report that is to be sent, if any.
+`news` has the report to send, if any.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from enum import Enum, auto
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.orders import (
+    NO_ORDER,
     NewGeneration,
     Order,
     Progress,
@@ -24,13 +25,14 @@ from lightning_ddp.supervise.orders import (
 
 __all__ = ["Passage", "RankState"]
 
+_OUTSIDE = frozenset({RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED})
+"""Phases from which a run leads to RUNNING."""
 _STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING, RankPhase.STANDING})
-"""In which a rank commits nothing."""
-_OVER = frozenset({RankPhase.FINISHED, RankPhase.FAILED, RankPhase.ENDED})
+_UNINTERRUPTED = _STOPPED | {RankPhase.FINISHED, RankPhase.FAILED, RankPhase.ENDED}
 
 
 class Passage(Enum):
-    """What a rank does at a boundary."""
+    """Action of a rank at a boundary."""
 
     GO = auto()
     """It passes."""
@@ -46,29 +48,30 @@ class RankState:
     """A process's side of `JobState`. Not thread-safe: whoever shares it has a lock.
 
     Args:
-        place: the rank that this process had in the beginning.
-        is_new: whether this process is in the place of a lost one.
+        place: rank of this process in the first generation.
+        is_new: True if this process is in the place of a lost one.
     """
 
     def __init__(self, place: int, *, is_new: bool) -> None:
         self.place = self.rank = place
         self.phase = RankPhase.STARTING
         self.generation = 0
-        """The last that it has entered."""
+        """The last one that it has entered."""
         self.state_of = -1 if is_new else 0
-        """The last generation of which this process has the state; -1 for none."""
-        self.order: Order | None = None
-        """The last that was heard."""
+        """The last generation whose state it has; -1 for none."""
+        self.order = NO_ORDER
+        """The last order that was heard."""
         self.members: tuple[int, ...] | None = None
         """Places of the last generation that was heard of; None for the first one."""
         self.position = 0
-        """Boundaries that were passed."""
+        """Number of boundaries that were passed."""
         self.may_meet = True
-        """Whether ranks may join or leave at the boundary that comes next."""
+        """True if ranks may join or leave at the boundary that comes next."""
         self.wish: Wish | None = None
         self.stops_for: Wish | None = None
-        """What all have stopped for at a boundary, where they have."""
+        """Wish for which all have stopped at a boundary, where they have."""
         self.begun = self.ended = 0
+        """Numbers of runs that it has begun, and ended."""
         self._is_new = is_new
         self._base = 0
         self._run = ""
@@ -76,13 +79,13 @@ class RankState:
         self._why: str | None = None
         self._num_reports = 0
         self._facts: object = self._know()
-        """Of the last report."""
+        """Facts of the last report."""
 
     # ------------------------------------------------------------------ the thread of the channel
 
     def hear(self, order: Order) -> PeerFailure | None:
-        """An order has come; returns what the main thread is to be stopped with, if it is."""
-        if self.order is not None and order.number <= self.order.number:
+        """Take in an order; return the error with which the main thread is to be stopped, if it is."""
+        if order.number <= self.order.number:
             return None
         was_called = self.is_called
         self.order = order
@@ -91,7 +94,7 @@ class RankState:
         return self.error if self.is_called and not was_called else None
 
     def news(self, where: Callable[[], Where], *, is_due: bool = False) -> Report | None:
-        """The report that is to be sent: all facts, if one of them has changed, or it is time."""
+        """Return the report to send: all facts, if one of them has changed, or it is time."""
         facts = self._know()
         if facts == self._facts and not is_due:
             return None
@@ -99,7 +102,7 @@ class RankState:
         self._num_reports += 1
         return Report(
             number=self._num_reports,
-            heard=0 if self.order is None else self.order.number,
+            heard=self.order.number,
             phase=self.phase,
             generation=self.generation,
             state_of=self.state_of,
@@ -114,12 +117,12 @@ class RankState:
         )
 
     def say_again(self) -> None:
-        """What was reported last is to be reported once more: the answer is needed soon."""
+        """Have the last report repeated, as its answer is needed soon."""
         self._facts = None
 
     def _know(self) -> object:
-        """The facts that are news: but for a HOLD the position is none, nor that nothing is to be done."""
-        heard = 0 if self.order is None or self.task in (Task.WAIT, Task.RUN) else self.order.number
+        """Return the facts that are news: the position only under HOLD, no order that asks for nothing."""
+        heard = 0 if self.task in (Task.WAIT, Task.RUN) else self.order.number
         position = self.position if self.task is Task.HOLD else -1
         return (
             heard, position, self.phase, self.generation, self.state_of, self.begun, self.ended, self._run,
@@ -130,75 +133,79 @@ class RankState:
 
     @property
     def task(self) -> Task:
-        """What this process is to do."""
-        return Task.WAIT if self.order is None else self.order.task
+        """Task of this process."""
+        return self.order.task
 
     @property
     def has_met(self) -> bool:
-        """Whether every rank of the run has been connected."""
-        return self.order is not None and (self._is_new or self.order.task is not Task.WAIT)
+        """True if all ranks of the run have been connected."""
+        return self.order is not NO_ORDER and (self._is_new or self.task is not Task.WAIT)
 
     @property
     def is_called(self) -> bool:
-        """Whether the main thread has to stop, as a rank is lost."""
-        return self.task is Task.RECOVER and self.phase not in _STOPPED and self.phase not in _OVER
+        """True if the main thread has to stop, as a rank is lost."""
+        return self.task is Task.RECOVER and self.phase not in _UNINTERRUPTED
 
     @property
     def error(self) -> PeerFailure | None:
-        """What the main thread is stopped with, from a call until the generation that it leads to."""
-        record = self.order.record if self.order is not None else None
+        """Error that stops the main thread, from a call until the generation that it leads to."""
+        record = self.order.record
         return record.to_error(self.rank) if record is not None and self.task is Task.RECOVER else None
 
     @property
     def is_entering(self) -> bool:
-        """Whether it is in a generation of which it has not the state: others may not get into it either."""
+        """True in a generation without its state: others may fail to get into it, too."""
         return self.phase is RankPhase.ENTERING
 
+    @property
+    def has_new(self) -> bool:
+        """True if others join at the boundary where all meet."""
+        return self.order.has_new
+
+    @property
+    def is_released(self) -> bool:
+        """True if this process is to end with code 0."""
+        return self.task is Task.LEAVE
+
     def has_ended_everywhere(self) -> bool:
-        """Whether this process has ended its run, and all members have."""
-        has_ended = self.order is not None and self.ended == self.begun
-        return has_ended and self.order.all_ended >= self.ended  # type: ignore[union-attr]
+        """Return True if this process has ended its run, and all members have."""
+        return self.order.all_ended >= self.ended == self.begun
 
     def goes_on_without(self, place: int) -> bool:
-        """Whether the last generation that was heard of has nobody in a place."""
+        """Return True if the last generation that was heard of has nobody in a place."""
         return self.members is not None and place not in self.members
 
     # ------------------------------------------------------------------ runs
 
     def begin_run(self, name: str) -> None:
-        """A run, such as a fit, begins."""
+        """Begin a run, such as a fit."""
         self.begun, self._run = self.begun + 1, name
-        is_outside = self.phase in (RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED)
-        if is_outside and not self._is_stateless:
+        if self.phase in _OUTSIDE and self.state_of >= 0:
             self.phase = RankPhase.RUNNING
 
     def end_run(self) -> None:
-        """The run has ended here."""
+        """End the run."""
         self.ended = self.begun
         if self.phase in (RankPhase.RUNNING, RankPhase.STARTING):
             self.phase = RankPhase.IDLE
 
-    @property
-    def _is_stateless(self) -> bool:
-        return self.state_of < 0
-
     def fail(self, why: str | None) -> None:
-        """This process ends because of a failure; `why` the others cannot go on without it, if so."""
+        """Note that this process ends because of a failure, and why the others need it, if they do."""
         if self.phase is not RankPhase.ENDED:
             self.phase, self._why = RankPhase.FAILED, why
 
     def leave(self) -> None:
-        """From now on the end of this process is no failure."""
+        """Leave the job: the end of this process is no failure from now on."""
         self.phase = RankPhase.ENDED
 
     # ------------------------------------------------------------------ boundaries
 
     def begin_fit(self) -> None:
-        """A fit begins, in which boundaries have places; all ranks have passed equally many."""
+        """Begin a fit, in which boundaries have places; all ranks have passed equally many."""
         self._base = self.position
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
-        """Says how many boundaries of the fit lie before the one that comes next.
+        """Set how many boundaries of the fit lie before the one that comes next.
 
         Where ranks are lost some take a step again and others do not, and new ones have taken none: nobody
         can count what it has passed, and all give the same boundary the same number.
@@ -206,12 +213,12 @@ class RankState:
         self.position, self.may_meet = self._base + number, may_meet
 
     def look(self) -> Passage:
-        """What the main thread does at a boundary that it has come to; it looks again while it waits."""
+        """Return what the main thread does at a boundary; it looks again while it waits."""
         order = self.order
         match self.task:
-            case Task.MEET if order is not None and self.position >= order.position and self.may_meet:
+            case Task.MEET if self.position >= order.position and self.may_meet:
                 return Passage.MEET
-            case Task.STOP if order is not None and self.position >= order.position:
+            case Task.STOP if self.position >= order.position:
                 self.phase, self.stops_for = RankPhase.FINISHED, order.wish
                 return Passage.STOP
             case Task.HOLD | Task.ENTER | Task.RECOVER:
@@ -219,20 +226,15 @@ class RankState:
         self.position += 1
         return Passage.GO
 
-    @property
-    def has_new(self) -> bool:
-        """Whether others join at the boundary where all meet."""
-        return self.order is not None and self.order.has_new
-
     # ------------------------------------------------------------------ leaving
 
     def ask(self, wish: Wish) -> None:
-        """A signal asks something of this process. Also in a signal handler."""
+        """Note what a signal asks of this process. Also in a signal handler."""
         if self.wish is None or wish.kind is WishKind.STOP:
             self.wish = wish
 
     def end_boundaries(self) -> None:
-        """No boundary comes any more in this fit at which ranks meet: if this one was to leave, all stop."""
+        """Note that ranks meet at no boundary any more in this fit: if this one was to leave, all stop."""
         self.may_meet = False
         if self.wish is not None and self.wish.kind is not WishKind.STOP:
             self.wish = Wish(WishKind.STOP, self.wish.signal)
@@ -240,30 +242,30 @@ class RankState:
     # ------------------------------------------------------------------ generations
 
     def stand(self) -> None:
-        """This process, which has no state, waits before its first step to be let in."""
+        """Wait, without a state and before the first step, to be let in."""
         self.phase, self._progress = RankPhase.STANDING, None
         self.rank = self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """The main thread has stopped; it commits nothing until it enters another generation.
+        """Note that the main thread has stopped; it commits nothing until it enters another generation.
 
         Args:
-            has_met: whether it stands at the boundary on which all have agreed.
+            has_met: True at the boundary on which all have agreed.
         """
-        if self._is_stateless:
+        if self.state_of < 0:
             self.stand()
         else:
             is_meeting = has_met and self.task is Task.MEET
             self.phase, self._progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
 
     def answer(self, progress: Progress) -> None:
-        """Says where this process has stopped: the same until it enters another generation."""
+        """Set where this process has stopped: the same until it enters another generation."""
         if self._progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
             self._progress = progress
 
     def enter_next(self) -> NewGeneration | None:
-        """Enters the generation that this process is to enter, if there is one; it has stopped before."""
-        new = self.order.generation if self.order is not None and self.task is Task.ENTER else None
+        """Enter and return the generation that this process is to enter, if any; it has stopped before."""
+        new = self.order.generation if self.task is Task.ENTER else None
         if new is None or self.place not in new.members or new.number <= self.generation:
             return None
         self.generation, self.rank = new.number, new.members.index(self.place)
@@ -271,13 +273,8 @@ class RankState:
         self.position = self._base = 0
         return new
 
-    @property
-    def is_released(self) -> bool:
-        """Whether this process is to end with code 0."""
-        return self.task is Task.LEAVE
-
     def settle(self) -> None:
-        """This process has the state of its generation.
+        """Note that this process has the state of its generation.
 
         Raises:
             PeerFailure: another rank is lost already.

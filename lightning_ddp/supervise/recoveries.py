@@ -1,9 +1,10 @@
-"""Recoveries: who goes on from which step, and when it is no use to. Pure."""
+"""Recoveries: who continues from which step, and when that is of no use (pure)."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.orders import NewGeneration, Progress
@@ -14,33 +15,32 @@ __all__ = ["Recoveries", "new_generation", "own_failure"]
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )
-"""What a process dies of by its own doing. Others come from outside: from people, schedulers, the kernel."""
+"""Signals by which a process dies of its own doing; others come from people, schedulers or the kernel."""
 
 
 class Recoveries:
     """The recoveries of a job.
 
     Args:
-        most: how many there may be without `STEPS_TO_FORGET` optimizer steps between them.
+        most: most recoveries without `STEPS_TO_FORGET` optimizer steps between them.
     """
 
     def __init__(self, most: int) -> None:
-        self.num = 0
-        """Those that count."""
         self._most = most
+        self._num = 0
         self._recovered_at: int | None = None
         self._failed_at: dict[str, int] = {}
-        """How processes have failed by their own doing -> at which step last."""
+        """Kind of failure of a process by its own doing -> the last step of one."""
 
-    def obstacle(
+    def count(
         self, members: Iterable[Progress], lost: Iterable[FailureRecord], *, is_new: bool
     ) -> str | None:
-        """Why the job cannot go on; None if it can, which counts this recovery.
+        """Count a recovery, and return why the job cannot continue; None if it can.
 
         Args:
-            members: where those have stopped that go on.
-            lost: how those have failed that are lost.
-            is_new: whether the generation before was whole: else this is the same recovery.
+            members: progress of the members that stay.
+            lost: failures of the members that are lost.
+            is_new: True if the generation before was whole; otherwise this is the same recovery.
         """
         known, failures = list(members), list(map(own_failure, lost))
         committed, step = {progress.step for progress in known}, _step_of(known)
@@ -64,10 +64,9 @@ class Recoveries:
                 " machine"
             )
         before, self._recovered_at = self._recovered_at, step
-        if before is not None and step - before >= STEPS_TO_FORGET:
-            self.num = 0
-        self.num += 1
-        if self.num > self._most:
+        is_long_ago = before is not None and step - before >= STEPS_TO_FORGET
+        self._num = 1 if is_long_ago else self._num + 1
+        if self._num > self._most:
             return (
                 f"more than {self._most} recoveries (max_recoveries) without {STEPS_TO_FORGET} optimizer"
                 " steps between them"
@@ -76,45 +75,36 @@ class Recoveries:
 
 
 def _step_of(members: Iterable[Progress]) -> int:
-    """The last step that a whole state is there of; -1 for none."""
+    """Return the last step of which there is a whole state; -1 for none."""
     return max((progress.step for progress in members if progress.is_clean), default=-1)
 
 
 def new_generation(
-    number: int,
-    staying: Mapping[int, Progress],
-    *,
-    joined: tuple[int, ...],
-    before: tuple[int, ...],
-    left: tuple[int, ...],
-    is_met: bool,
+    number: int, staying: Mapping[int, Progress], *, joined: tuple[int, ...], **more: Any
 ) -> NewGeneration:
-    """The generation of those that stay and those that join: the largest committed step wins.
+    """Return the generation of those that stay and those that join: the largest committed step wins.
 
     Args:
-        number: its number.
-        staying: place -> where that member has stopped; one has a whole state.
-        joined, before, left, is_met: as of `NewGeneration`.
+        staying: place -> progress of that member; one has a whole state.
+        more: further fields of `NewGeneration`.
     """
     known, step = staying.values(), _step_of(staying.values())
     sources = [place for place, progress in staying.items() if progress.is_clean and progress.step == step]
     return NewGeneration(
         number=number,
         members=tuple(sorted([*staying, *joined])),
-        before=before,
         step=step,
         source=sources[0],
         behind=tuple(place for place in staying if place not in sources),
         joined=joined,
-        left=left,
         is_retried=any(progress.is_trying and progress.step == step for progress in known),
-        is_met=is_met,
         phase=max(progress.phase for progress in known),
+        **more,
     )
 
 
 def own_failure(record: FailureRecord) -> str | None:
-    """How a process has failed by its own doing; None where it may be by chance, from outside.
+    """Return how a process has failed by its own doing; None where it may be by chance, from outside.
 
     >>> own_failure(FailureRecord(rank=1, message="", exit_code=3))
     'exit code 3'

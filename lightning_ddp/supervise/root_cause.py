@@ -1,4 +1,4 @@
-"""The verdict: which failure of a run was first. Pure: told what happened and when."""
+"""Verdict on the first failure of a job (pure)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from lightning_ddp.supervise.failure_record import FailureRecord
 __all__ = ["ECHO_WAIT_S", "EXIT_WAIT_S", "RootCauseTracker"]
 
 EXIT_WAIT_S = 0.25
-"""How long a process that vanished waits for its exit code, which its launcher learns at the same time."""
+"""Seconds that a process which vanished waits for its exit code, which its launcher learns as soon."""
 ECHO_WAIT_S = 2.0
-"""How long a lost connection waits for the failure behind it."""
+"""Seconds that a lost connection waits for the failure behind it."""
 
 
 class RootCauseTracker:
-    """Decides which failure was first. Pure: told what happened and when.
+    """Decides which failure was first.
 
     A process that dies takes others along: their connections to it break, and they report that too, often
     sooner. So a broken connection and a process that vanished wait a moment for a better explanation; an
@@ -22,12 +22,12 @@ class RootCauseTracker:
 
     def __init__(self) -> None:
         self.first: FailureRecord | None = None
-        """It never changes, but where the others go on without that rank."""
+        """The first failure; it changes only where the others continue without that rank."""
         self._vanished: dict[object, tuple[float, FailureRecord]] = {}
         self._echoes: list[tuple[float, FailureRecord]] = []
 
     def accuse(self, record: FailureRecord) -> None:
-        """A failure that explains itself: an exception of user code, or a process with its exit code."""
+        """Take a failure that explains itself: an exception of user code, or a process with its exit code."""
         if self.first is not None:
             return
         self.first = record
@@ -36,7 +36,7 @@ class RootCauseTracker:
             self._vanished[_key(record)] = deadline, record  # the next, if the others go on without that one
 
     def vanished(self, record: FailureRecord, now: float) -> None:
-        """A process whose connection closed without a word."""
+        """Note a process whose connection closed without a word."""
         known = self._vanished.get(_key(record))
         if known is None:
             self._vanished[_key(record)] = (now + EXIT_WAIT_S, record)
@@ -44,16 +44,15 @@ class RootCauseTracker:
             self.accuse(known[1])
 
     def echo(self, record: FailureRecord, now: float) -> None:
-        """An exception that is usually the consequence of a failure elsewhere: a lost connection."""
+        """Note an exception that is usually the consequence of a failure elsewhere: a lost connection."""
         self._echoes.append((now + ECHO_WAIT_S, record))
 
-    def exited(self, record: FailureRecord, description: str, now: float) -> None:
-        """A launcher's report of a child that ended without success; `exit_code` is set."""
+    def exited(self, record: FailureRecord, now: float) -> None:
+        """Note the end of a child without success, with its exit code."""
         if self.first is not None or record.exit_code is None:
             return
-        if any(_key(echo) == _key(record) for _, echo in self._echoes):
+        if any(_key(echo) == _key(record) for echo in self.echoes):
             return  # it failed in the open, and is waiting for a better explanation already
-        record = record.with_exit(record.exit_code, description)
         known = self._vanished.get(_key(record))
         if known is not None:
             self.accuse(record if known[1].exception_type is None else known[1])
@@ -61,7 +60,7 @@ class RootCauseTracker:
             self.vanished(record, now)
 
     def decide(self, now: float) -> FailureRecord | None:
-        """The first failure, as soon as it is certain."""
+        """Return the first failure, as soon as it is certain."""
         deadline = self.deadline()
         if deadline is not None and deadline <= now:
             named = list(self._vanished.values()) or self._echoes
@@ -70,25 +69,21 @@ class RootCauseTracker:
 
     @property
     def echoes(self) -> list[FailureRecord]:
-        """Those that wait for the failure behind them."""
+        """Failures that wait for the one behind them."""
         return [record for _, record in self._echoes]
 
     def set_aside(self, record: FailureRecord) -> None:
-        """The others go on without a process: what is known of it is settled."""
+        """Forget the failures of a process without which the others continue."""
         self.first = None
         self._vanished.pop(_key(record), None)
         self._echoes = [echo for echo in self._echoes if _key(echo[1]) != _key(record)]
 
-    def settle(self, record: FailureRecord) -> None:
-        """The failure that ends the run is known, whatever else is."""
-        self.first = self.first or record
-
     def deadline(self) -> float | None:
-        """When to decide at the latest; None if nothing is pending."""
+        """Return when to decide at the latest; None if nothing is pending."""
         waiting = [*self._vanished.values(), *self._echoes]
         return min((deadline for deadline, _ in waiting), default=None) if self.first is None else None
 
 
 def _key(record: FailureRecord) -> object:
-    """What a process is known by: its rank may be that of an earlier generation."""
+    """Return what identifies a process: its rank may be that of an earlier generation."""
     return record.rank if record.pid is None else (record.node_rank, record.pid)

@@ -60,7 +60,6 @@ class ControlServer:
             pid=os.getpid(),
         )
         self._job = self._control.job
-        self._num_ranks = world_size
         self._injected: deque[Message] = deque()
         self._is_closed = False
         self._decided = threading.Event()
@@ -120,9 +119,9 @@ class ControlServer:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        control, job = self._control, self._job
+        control, roster = self._control, self._job.roster
         while not self._is_closed:
-            num_awaited = self._num_ranks - len(job.roster.members)
+            num_awaited = roster.num_places - len(roster.members)
             for peer, data, error in self._connections.wait(control.deadline(time.monotonic()), num_awaited):
                 if data:
                     self._hear(peer, data)
@@ -134,8 +133,8 @@ class ControlServer:
             if first is not None:
                 self._decided.set()
                 self._processes.failed(first)
-        _say(job.history.tell())
-        self._connections.send_all([protocol.Closing()])
+        _say(self._job.history.tell())
+        self._connections.send_all(protocol.Closing())
         self.close_sockets()
 
     def _hear(self, peer: Peer, data: bytes) -> None:

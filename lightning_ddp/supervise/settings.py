@@ -25,11 +25,6 @@ _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 """Signals by which schedulers announce that a machine is taken away."""
 
 
-def _check_number(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigurationError(f"on_failure: {name}={value!r}: expected an integer of at least {least}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecoverySettings:
     """Options of `on_failure='shrink'`: when a run continues after a failure, and when it ends.
@@ -47,16 +42,18 @@ class RecoverySettings:
     """Batch size that stays the same when ranks are lost: that of each rank ('rank') or of all ranks
     ('global')."""
     exceptions: bool = False
-    """If True, also recover from exceptions in user code, as from the loss of the rank that raised; if
+    """True to recover also from exceptions in user code, as from the loss of the rank that raised; if
     False, an exception ends the run."""
 
     def __post_init__(self) -> None:
-        _check_number("min_world_size", self.min_world_size, 1)
-        _check_number("max_recoveries", self.max_recoveries, 1)
-        if self.batch not in ("rank", "global"):
-            raise ConfigurationError(f"on_failure: batch={self.batch!r}: expected 'rank' or 'global'")
-        if type(self.exceptions) is not bool:
-            raise ConfigurationError(f"on_failure: exceptions={self.exceptions!r}: expected True or False")
+        for name in ("min_world_size", "max_recoveries"):
+            value = getattr(self, name)
+            is_right = type(value) is int and value >= 1
+            require(is_right, f"on_failure: {name}={value!r}: expected an integer of at least 1")
+        is_right = self.batch in ("rank", "global")
+        require(is_right, f"on_failure: batch={self.batch!r}: expected 'rank' or 'global'")
+        is_right = type(self.exceptions) is bool
+        require(is_right, f"on_failure: exceptions={self.exceptions!r}: expected True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +81,8 @@ class PreemptionSettings:
     """Name of the signal that makes a process leave, such as 'SIGUSR1'."""
 
     def __post_init__(self) -> None:
-        if self.signal not in _NOTICES:
-            raise ConfigurationError(
-                f"on_preemption: signal={self.signal!r}: expected {one_of(map(repr, _NOTICES))}"
-            )
+        expected = one_of(map(repr, _NOTICES))
+        require(self.signal in _NOTICES, f"on_preemption: signal={self.signal!r}: expected {expected}")
 
     @property
     def number(self) -> int:
@@ -119,12 +114,10 @@ def _parse(
 ) -> _Kind | None:
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = str(options.pop("name", None))
-    if name not in kinds:
-        raise ConfigurationError(f"{argument}={spec!r}: expected {one_of(map(repr, kinds))}")
+    require(name in kinds, f"{argument}={spec!r}: expected {one_of(map(repr, kinds))}")
     kind = kinds[name]
     if kind is None:
-        if options:
-            raise ConfigurationError(f"{argument}='stop' has no options, but was given {', '.join(options)}")
+        require(not options, f"{argument}='stop' has no options, but was given {', '.join(options)}")
         return None
     known = [field.name for field in fields(kind)]
     for option in options:
@@ -159,12 +152,10 @@ class SupervisionSettings:
     """Options of preemption; None if a signal stops all ranks."""
 
     def __post_init__(self) -> None:
-        if not self.heartbeat_timeout_s >= _LEAST_HEARTBEAT_S:
-            raise ConfigurationError(
-                f"heartbeat_timeout_s={self.heartbeat_timeout_s}: expected at least {_LEAST_HEARTBEAT_S:g}"
-                " seconds"
-            )
-        if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
-            raise ConfigurationError(f"stall_timeout={self.stall_timeout_s} s: expected a time above 0")
-        if not self.failure_grace_s > 0:
-            raise ConfigurationError(f"failure_grace_s={self.failure_grace_s}: expected seconds above 0")
+        heartbeat_s, grace_s, stall_s = self.heartbeat_timeout_s, self.failure_grace_s, self.stall_timeout_s
+        require(
+            heartbeat_s >= _LEAST_HEARTBEAT_S,
+            f"heartbeat_timeout_s={heartbeat_s}: expected at least {_LEAST_HEARTBEAT_S:g} seconds",
+        )
+        require(stall_s is None or stall_s > 0, f"stall_timeout={stall_s} s: expected a time above 0")
+        require(grace_s > 0, f"failure_grace_s={grace_s}: expected seconds above 0")

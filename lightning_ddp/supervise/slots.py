@@ -1,7 +1,8 @@
-"""Slots: the places of a job, and when a new process is started in one. Pure: told what happened and when."""
+"""The slots of a job, and when a new process is started in one (pure)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from lightning_ddp.supervise.actions import StartProcess
@@ -9,7 +10,7 @@ from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.orders import RankPhase
 from lightning_ddp.supervise.processes import Process, ProcessState, Roster
 
-__all__ = ["STEPS_TO_FORGET", "Slots"]
+__all__ = ["STEPS_TO_FORGET", "Slot", "Slots"]
 
 STEPS_TO_FORGET = 100
 """Committed steps after which earlier failures count no more."""
@@ -19,109 +20,102 @@ _ASK_AGAIN_S = 15.0
 
 
 @dataclass
-class _Slot:
+class Slot:
+    """The slot of one place."""
+
     opens_at: float | None = None
-    """When the next process is to be started."""
+    """Time of the next start."""
     is_awaited: bool = False
-    """Whether one was started that is no member yet."""
+    """True if the last process that was started is no member yet."""
     joined_at: int | None = None
-    """The step at which its present process has joined; None for a first one."""
+    """Step at which its present process has joined; None for a first one."""
     asked_at: float = 0.0
     num_failed: int = 0
     num_started: int = 0
+    """Number of processes that were to be started here, the first one not counted."""
 
-    def open(self, now: float) -> None:
-        """Another process is to be started; later after each failure."""
+    def awaits(self, start: int | None) -> bool:
+        """Return True if the process of this start is awaited."""
+        return self.is_awaited and start == self.num_started
+
+    def is_open(self, now: float) -> bool:
+        """Return True if a process is to be started."""
+        return self.opens_at is not None and self.opens_at <= now
+
+    def lost(self, step: int, now: float) -> None:
+        """Note that a member is lost, and has ended, after `step` steps are committed."""
+        is_soon = self.joined_at is not None and step - self.joined_at < STEPS_TO_FORGET
+        self.num_failed = self.num_failed if is_soon else -1
+        self.failed(now)
+
+    def failed(self, now: float) -> None:
+        """Note that a process has ended before it was a member; start the next one later each time."""
+        self.num_failed += 1
+        self.is_awaited, self.joined_at = False, None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
         self.opens_at = now + (delay_s if self.num_failed else 0.0)
 
+    def left(self, now: float) -> None:
+        """Note that a member has left on request, and has ended, which is no failure."""
+        self.num_failed = -1
+        self.failed(now)
+
+    def close(self) -> None:
+        """Start no process, as the present one is to end."""
+        self.is_awaited, self.opens_at = False, None
+
+    def joined(self, step: int) -> None:
+        """Note that a process is a member from a step on."""
+        self.close()
+        self.joined_at = step
+
+    def stands_again(self) -> None:
+        """Note that a process that was to be a member did not get its state, and may yet."""
+        self.is_awaited, self.joined_at = True, None
+
 
 class Slots:
-    """The places of a job.
+    """The slots of a job by their places.
 
     Args:
         roster: the processes.
-        most: how often a process may be started in a place without `STEPS_TO_FORGET` steps in between; None
-            if none is.
+        most: most starts in a slot without `STEPS_TO_FORGET` steps in between; None to start no process.
     """
 
     def __init__(self, roster: Roster, most: int | None) -> None:
         self._roster, self._most = roster, most
-        self._slots: dict[int, _Slot] = {}
+        self._slots: defaultdict[int, Slot] = defaultdict(Slot)
 
-    def _slot(self, place: int) -> _Slot:
-        return self._slots.setdefault(place, _Slot())
-
-    def num_started(self, place: int) -> int:
-        """How many processes were started in a place, the first one not counted."""
-        return self._slot(place).num_started
-
-    def is_awaited(self, place: int, start: int | None) -> bool:
-        """Tell whether the start of this number is the one that a place waits for."""
-        slot = self._slot(place)
-        return slot.is_awaited and start == slot.num_started
-
-    def lost(self, place: int, step: int, now: float) -> None:
-        """A member is lost, and known to have ended, after `step` steps are committed."""
-        slot = self._slot(place)
-        is_soon = slot.joined_at is not None and step - slot.joined_at < STEPS_TO_FORGET
-        slot.num_failed = slot.num_failed + 1 if is_soon else 0
-        slot.joined_at = None
-        slot.open(now)
-
-    def failed(self, place: int, now: float) -> None:
-        """A process has ended before it was a member."""
-        slot = self._slot(place)
-        slot.num_failed += 1
-        slot.is_awaited, slot.joined_at = False, None
-        slot.open(now)
-
-    def left(self, place: int, now: float) -> None:
-        """A member has left as it was asked to, and has ended: that is no failure of its place."""
-        self._slots[place] = _Slot(opens_at=now, num_started=self.num_started(place))
-
-    def close(self, place: int) -> None:
-        """The process there is told to end, and none is to follow."""
-        slot = self._slot(place)
-        slot.is_awaited, slot.opens_at = False, None
-
-    def joined(self, place: int, step: int) -> None:
-        """A process is a member from a step on."""
-        slot = self._slot(place)
-        slot.is_awaited, slot.opens_at, slot.joined_at = False, None, step
-
-    def stands_again(self, place: int) -> None:
-        """A process that was to be a member did not get its state, and may yet."""
-        slot = self._slot(place)
-        slot.is_awaited, slot.joined_at = True, None
+    def __getitem__(self, place: int) -> Slot:
+        return self._slots[place]
 
     def reopen(self, node: int, now: float) -> None:
-        """The launcher of a node has come or gone: processes are asked for in all places that are empty.
+        """Have processes started in all empty slots of a node, whose launcher has come or gone.
 
-        Also where that was given up, or begun by another launcher. That of a lost member is empty once the
-        next generation is formed: `lost`.
+        Also where that was given up, or asked of another launcher. The slot of a lost member is empty once
+        the next generation is formed: `Slot.lost`.
         """
         of_members = {process.place for process in self._roster.members}
         for place, its in self._roster.nodes.items():
             if its == node and place not in of_members and not self._roster.at(place):
-                slot = self._slot(place)
+                slot = self[place]
                 slot.is_awaited = False
                 if slot.opens_at is None:
                     slot.num_failed, slot.opens_at = 0, now
 
-    def may_come(self, who: Identity, start: int, is_launcher: bool) -> bool:
-        """Tell whether a new process is one that was asked for, or the launcher of a node that comes back.
+    def may_come(self, who: Identity, *, is_launcher: bool) -> bool:
+        """Return True if a new process was asked for, or is the launcher of a node that is back.
 
-        That may be sooner back than it is known to be lost: then it waits.
+        The latter may come before its loss is known: then it waits.
         """
         if self._most is None or self._roster.nodes.get(who.rank) != who.node_rank:
             return False
         if any(process.state is ProcessState.STANDING for process in self._roster.at(who.rank)):
             return False
-        return self.is_awaited(who.rank, start) or (is_launcher and who.node_rank != 0)
+        return self[who.rank].awaits(who.start) or (is_launcher and who.node_rank != 0)
 
     def ready(self, now: float) -> list[Process]:
-        """Those that stand before their first step, in places that are empty and open."""
+        """Return the processes that stand before their first step in slots that are empty and open."""
         return [
             process
             for process in self._roster.standing
@@ -129,45 +123,44 @@ class Slots:
             and process.is_connected
             and not process.has_exited
             and self._roster.at(process.place) == [process]
-            and ((opens_at := self._slot(process.place).opens_at) is None or opens_at <= now)
+            and (self[process.place].opens_at or 0.0) <= now
         ]
 
     def due(self, now: float) -> list[StartProcess]:
-        """Processes that are to be started now.
+        """Return the processes to start now.
 
-        A start comes again with the same number after a while, in case that the first one was lost.
+        A start is asked for again with its number after a while, in case that the first request was lost.
         """
+        if self._most is None:
+            return []
         for process in self._roster.standing:  # whom nobody was asked to start
-            slot = self._slot(process.place)
-            if slot.opens_at is not None and slot.opens_at <= now:
-                slot.opens_at = None
+            if self[process.place].is_open(now):
+                self[process.place].opens_at = None
         found = []
-        for place, slot in sorted(self._slots.items()) if self._most is not None else ():
-            opens = slot.opens_at is not None and slot.opens_at <= now
+        for place, slot in sorted(self._slots.items()):
             is_again = slot.is_awaited and slot.asked_at + _ASK_AGAIN_S <= now
-            if not (opens or is_again) or not self._may_start(place):
-                continue
-            slot.opens_at = None
-            if is_again or (self._most is not None and slot.num_failed <= self._most):
-                slot.num_started += not is_again
-                slot.is_awaited, slot.asked_at = True, now
-                found.append(StartProcess(self._roster.launcher_of(place), place, slot.num_started))
+            if (is_again or slot.is_open(now)) and self._may_start(place):
+                slot.opens_at = None
+                if is_again or slot.num_failed <= self._most:
+                    slot.num_started += not is_again
+                    slot.is_awaited, slot.asked_at = True, now
+                    found.append(StartProcess(self._roster.launcher_of(place), place, slot.num_started))
         return found
 
     def deadline(self) -> float | None:
-        """When a slot opens next that concerns anybody, or is asked for again; None if none does."""
+        """Return when `due` or `ready` next has an answer; None for never."""
         found = []
         for place, slot in self._slots.items() if self._most is not None else ():
             there = self._roster.at(place)
             may_start = not there and self._may_start(place)
             if slot.is_awaited and may_start:
                 found.append(slot.asked_at + _ASK_AGAIN_S)
-            if slot.opens_at is not None:
-                waits = any(process.state is ProcessState.STANDING for process in there)
-                found += [slot.opens_at] if waits or may_start else []
+            is_stood_at = any(process.state is ProcessState.STANDING for process in there)
+            if slot.opens_at is not None and (is_stood_at or may_start):
+                found.append(slot.opens_at)
         return min(found, default=None)
 
     def _may_start(self, place: int) -> bool:
-        """Tell whether there is somebody who starts processes on the node of a place, and none is there."""
+        """Return True if a place is empty, and somebody starts processes on its node."""
         is_here = self._roster.nodes.get(place, 0) == 0
         return (is_here or self._roster.launcher_of(place) is not None) and not self._roster.at(place)

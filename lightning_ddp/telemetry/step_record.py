@@ -1,15 +1,13 @@
-"""Records of synchronized steps: times of forward, backward and each bucket; means as torch logs them.
+"""Records of synchronized steps: times of forward, backward and each bucket.
 
-The reducer and the wrapper call a `StepRecorder` at each moment. It keeps the last steps if that is enabled,
-and otherwise times one step in a hundred. On the CPU a moment is a reading of the host's clock, on CUDA an
-event on the stream, read once the device has passed it; nothing waits for the device.
+The reducer and the wrapper call a `StepRecorder` at each moment. On the CPU a moment is a reading of the
+host's clock, on CUDA an event on the stream, read once the device has passed it, for which nothing waits.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,22 +16,11 @@ import torch
 from lightning_ddp._torch import Future
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["PHASES", "BucketRecord", "StepRecord", "StepRecorder"]
-
-PHASES = {
-    "forward_compute": ("forward_start", "backward_start"),
-    "backward_compute": ("backward_start", "backward_end"),
-    "backward_comm": ("comm_start", "comm_end"),
-    "backward_compute_comm_overlap": ("comm_start", "backward_end"),
-}
-"""Parts of a step whose mean durations are measured, with the moments of their begin and end."""
-
 _NS_PER_MS = 1_000_000
 _NS_PER_S = 1_000_000_000
 _MOST_UNRESOLVED = 64
-_NUM_FIRST = 10
-_MOMENTS = ("forward_start", "forward_end", "backward_start", "comm_start", "backward_end", "comm_end")
-_BUCKET_MOMENTS = ("ready", "launched", "done")
+_MOMENTS = ("forward_start", "forward_end", "backward_start", "backward_end", "comm_end")
+_BUCKET_MOMENTS = ("ready", "launched", "done", "begun")
 
 
 @dataclass(slots=True)
@@ -70,13 +57,12 @@ class StepRecord:
     """Time at which all buckets were reduced and written to `.grad`."""
     buckets: list[BucketRecord] = field(default_factory=list)
     """Reduced buckets, in launch order."""
-    comm_start: Any = None
-    """Time at which the reduction of the first bucket was about to start."""
 
-    def phase_ns(self, phase: str) -> int:
-        """Return the duration of one of `PHASES` in ns, for a step with all of its moments."""
-        start, end = (int(getattr(self, name)) for name in PHASES[phase])
-        return max(0, end - start)
+    def moments(self) -> list[tuple[StepRecord | BucketRecord, str]]:
+        """Return the owner and the attribute of each moment that has a record, also of the buckets."""
+        places: list[tuple[StepRecord | BucketRecord, str]] = [(self, name) for name in _MOMENTS]
+        places += [(bucket, name) for bucket in self.buckets for name in _BUCKET_MOMENTS]
+        return [(owner, name) for owner, name in places if getattr(owner, name) is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -121,10 +107,7 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Recorder of the times of a wrapper's steps, and of their means; never communicates or waits.
-
-    The first ten steps are timed, and then one in `sample_rate`. While records are kept, all steps are timed,
-    with each bucket.
+    """Recorder of the times of a wrapper's steps, between `start` and `stop`; never communicates or waits.
 
     Args:
         device: device of the gradients.
@@ -133,21 +116,13 @@ class StepRecorder:
     def __init__(self, device: torch.device) -> None:
         self.records: deque[StepRecord] = deque(maxlen=0)
         """Records of the last steps, oldest first; on CUDA of steps that the device has finished."""
-        self.sample_rate = 100
-        """After ten steps, one step in this number is timed."""
-        self.mean_ns: dict[str, float] = {}
-        """Mean duration of each phase in ns; empty before the first timed step."""
-        self.last_timed: tuple[int, StepRecord] | None = None
-        """Last timed step, after the number of forwards up to its own; None before."""
         self._device = device
-        self._events = _Events(device) if device.type == "cuda" else None
-        self._is_keeping = False
+        self._events: _Events | None = None
+        self._is_on = False
         self._open: StepRecord | None = None
-        self._buckets: dict[int, BucketRecord] = {}  # of the open step, if records are kept
-        self._timed: tuple[int, StepRecord] | None = None  # ended on the host, perhaps not on the device
-        self._in_flight: list[tuple[BucketRecord, Any]] = []
+        self._buckets: dict[int, BucketRecord] = {}  # of the open step
+        self._in_flight: dict[int, Any] = {}  # works and futures by bucket
         self._forward: tuple[Any, Any] = (None, None)
-        self._num_forwards = self._num_timed = 0
         self._num_added = 0  # since the last `take`
         self._first = 0  # number of the step that the engine counts as 0
 
@@ -159,33 +134,25 @@ class StepRecorder:
         """
         if num_steps < 1:
             raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 1")
-        self._is_keeping, self._open = True, None
+        self._is_on, self._open = True, None
         self.records, self._num_added, self._first = deque(maxlen=num_steps), 0, 0
-        self._events = _Events(self._device) if self._events is not None else None
+        self._events = _Events(self._device) if self._device.type == "cuda" else None
 
     def stop(self) -> None:
         """Keep no further records; the existing records stay."""
-        self._is_keeping, self._open = False, None
-
-    @property
-    def _is_timed(self) -> bool:
-        number = self._num_forwards
-        return number <= _NUM_FIRST or number % self.sample_rate == 0
+        self._is_on, self._open = False, None
 
     def _now(self) -> Any:
         return time.perf_counter_ns() if self._events is None else _record_event(self._device)
 
-    def start_forward(self) -> bool:
-        """Record the begin of a forward with a synchronized backward; return True if means changed."""
-        is_new = self._update_means()
-        self._num_forwards += 1
-        is_noted = self._is_keeping or self._is_timed
-        self._forward = (self._now() if is_noted else None, None)
-        return is_new
+    def start_forward(self) -> None:
+        """Record the begin of a forward with a synchronized backward."""
+        if self._is_on:
+            self._forward = (self._now(), None)
 
     def end_forward(self) -> None:
         """Record the end of the forward."""
-        if self._is_keeping:
+        if self._is_on:
             self._forward = (self._forward[0], self._now())
 
     def start_backward(self, step: int) -> None:
@@ -193,7 +160,7 @@ class StepRecorder:
         self._in_flight.clear()
         self._buckets.clear()
         self._open = None
-        if self._is_keeping or self._is_timed:
+        if self._is_on:
             start, end = self._forward
             number, now = self._first + step, self._now()
             self._open = StepRecord(number, forward_start=start, forward_end=end, backward_start=now)
@@ -201,15 +168,10 @@ class StepRecorder:
 
     def ready(self, index: int, flat: torch.Tensor) -> None:
         """Record that bucket `index`, with the flat gradient `flat`, is full."""
-        if self._is_keeping and self._open is not None:
+        if self._open is not None:
             num_bytes = flat.numel() * flat.element_size()
             self._buckets[index] = BucketRecord(index, num_bytes, ready=self._now())
             self._look_for_done()
-
-    def launching(self) -> None:
-        """Record that the reduction of a bucket is about to start."""
-        if self._open is not None and self._open.comm_start is None:
-            self._open.comm_start = self._now()
 
     def launched(self, index: int, work: Any) -> None:
         """Record the start of the reduction of bucket `index`; `work` is its work, future or None."""
@@ -223,7 +185,7 @@ class StepRecorder:
         if self._events is not None and not isinstance(work, Future):
             bucket.done = self._events.record_after(work)
         else:
-            self._in_flight.append((bucket, work))
+            self._in_flight[index] = work
 
     def end_backward(self) -> None:
         """Record that all gradients are computed."""
@@ -233,11 +195,9 @@ class StepRecorder:
 
     def done(self, index: int) -> None:
         """Record the end of the wait for bucket `index`."""
-        bucket = self._buckets.get(index)
+        bucket, work = self._buckets.get(index), self._in_flight.pop(index, None)
         if bucket is not None and bucket.done is None:
-            bucket.done = self._now()
-            work = next((work for waiting, work in self._in_flight if waiting is bucket), None)
-            bucket.begun = getattr(work, "begun_ns", None)
+            bucket.done, bucket.begun = self._now(), getattr(work, "begun_ns", None)
 
     def finish(self) -> None:
         """Complete the record of the step, once all buckets are reduced."""
@@ -247,43 +207,19 @@ class StepRecorder:
         record.comm_end = self._now()
         record.buckets = [bucket for _, bucket in sorted(self._buckets.items())]
         self._in_flight.clear()
-        if self._is_timed and record.forward_start is not None and record.comm_start is not None:
-            self._timed = (self._num_forwards, record)
         if self._events is None:
-            self._add([record])
+            finished = [record]
         else:
             self._events.unresolved.append(record)
-            self._add(self._events.resolve())
-
-    def _add(self, finished: Iterable[StepRecord]) -> None:
-        for record in finished if self._is_keeping else ():
-            self.records.append(record)
-            self._num_added += 1
-
-    def _update_means(self) -> bool:
-        """Add the last timed step to the means, once the device has finished it; return True if so."""
-        if self._events is not None:
-            self._add(self._events.resolve())
-        if self._timed is None or not isinstance(self._timed[1].comm_end, int):
-            return False
-        self.last_timed, self._timed = self._timed, None
-        self._num_timed += 1
-        for phase in PHASES:
-            mean = self.mean_ns.get(phase, 0.0)
-            self.mean_ns[phase] = mean + (self.last_timed[1].phase_ns(phase) - mean) / self._num_timed
-        return True
+            finished = self._events.resolve()
+        self.records += finished
+        self._num_added += len(finished)
 
     def _look_for_done(self) -> None:
         """Record works that have ended meanwhile; on CUDA events are used, which are more exact."""
-        still = []
-        for bucket, work in self._in_flight:
-            if bucket.done is not None:
-                continue
-            if self._events is None and (work.done() if hasattr(work, "done") else work.is_completed()):
-                bucket.done, bucket.begun = self._now(), getattr(work, "begun_ns", None)
-            else:
-                still.append((bucket, work))
-        self._in_flight = still
+        for index, work in list(self._in_flight.items()) if self._events is None else ():
+            if work.done() if hasattr(work, "done") else work.is_completed():
+                self.done(index)
 
     def begin_again(self, first: int) -> None:
         """Map the engine's next step 0 to number `first`; drop the records of steps from `first` on."""
@@ -323,17 +259,14 @@ class _Events:
         finished = []
         while self.unresolved:
             record = self.unresolved[0]
-            places: list[tuple[Any, str]] = [
-                (record, name) for name in _MOMENTS if getattr(record, name) is not None
-            ]
-            places += [(b, n) for b in record.buckets for n in _BUCKET_MOMENTS if getattr(b, n) is not None]
-            events = [getattr(owner, name) for owner, name in places]
+            moments = record.moments()
+            events = [getattr(owner, name) for owner, name in moments]
             if not all(event.query() for event in events):
                 break
             finished.append(self.unresolved.popleft())
             # elapsed_time is a 32-bit float, exact for short times such as those within a step.
             first_ns = self._anchor_ns + _ns_between(self._anchor, events[0])
-            for (owner, name), event in zip(places, events, strict=True):
+            for (owner, name), event in zip(moments, events, strict=True):
                 setattr(owner, name, first_ns + _ns_between(events[0], event))
             self._anchor, self._anchor_ns = events[0], first_ns
         return finished

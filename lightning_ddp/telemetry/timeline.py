@@ -1,4 +1,4 @@
-"""Recorded steps of all ranks: late ranks, files, one time axis, a Chrome trace and a picture.
+"""Recorded steps of all ranks: files, late ranks, one time axis, and a Chrome trace.
 
 Clocks of hosts differ. A step's last collective ends on all ranks at the same moment, up to the latency of a
 message. So each rank's clock is shifted until these ends agree with rank 0's (in the median). Slack is the
@@ -12,21 +12,17 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 
 _NS_PER_US = 1_000
-_NS_PER_MS = 1_000_000
-_COMPUTE = 0
-"""Number of the row of forward and backward; those of buckets follow."""
 _VERSION = 1
-_STEP_FIELDS = ("step", "forward_start", "forward_end", "backward_start", "backward_end", "comm_end")
-_BUCKET_FIELDS = ("index", "num_bytes", "ready", "launched", "done", "begun")
 _NAME = re.compile(r"rank(\d+)\.json")
 _MOST_KEPT = 1000
 
@@ -48,11 +44,6 @@ class Change:
     cause: str
     """Cause in one line; empty if nothing failed."""
 
-    @property
-    def why(self) -> str:
-        """The cause, or a phrase for a change without a failure."""
-        return self.cause or ("asked to leave" if self.lost_ranks else "new processes")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
@@ -73,22 +64,8 @@ def save(folder: Path, recording: Recording) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{recording.rank}.json"
-    document = {
-        "version": _VERSION,
-        "rank": recording.rank,
-        "world_size": recording.world_size,
-        "host": recording.host,
-        "changes": list(map(asdict, recording.changes)),
-        "steps": [
-            {
-                **{name: getattr(step, name) for name in _STEP_FIELDS},
-                "buckets": [[getattr(bucket, name) for name in _BUCKET_FIELDS] for bucket in step.buckets],
-            }
-            for step in recording.steps
-        ],
-    }
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(document))
+    part.write_text(json.dumps({"version": _VERSION, **asdict(recording)}))
     part.replace(path)
     return path
 
@@ -119,63 +96,48 @@ def load_folder(folder: Path) -> list[Recording]:
 def _load(path: Path) -> Recording:
     try:
         document = json.loads(path.read_text())
-        if document["version"] != _VERSION:
-            raise ConfigurationError(
-                f"{path} has format {document['version']}, but this version reads format {_VERSION}"
-            )
-        return Recording(
-            rank=int(document["rank"]),
-            world_size=int(document["world_size"]),
-            host=str(document["host"]),
-            steps=[_step(step) for step in document["steps"]],
-            changes=tuple(Change(**change) for change in document.get("changes", ())),
-        )
-    except ConfigurationError:
-        raise
-    except (KeyError, TypeError, ValueError, OSError) as error:
+        version = document.pop("version")
+        if version == _VERSION:
+            document["steps"] = [_step(**step) for step in document["steps"]]
+            document["changes"] = tuple(Change(**change) for change in document["changes"])
+            return Recording(**document)
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         raise ConfigurationError(f"{path} is not a recording: {type(error).__name__}: {error}") from error
+    raise ConfigurationError(f"{path} has format {version}, but this version reads format {_VERSION}")
 
 
-def _step(values: dict[str, Any]) -> StepRecord:
-    step = StepRecord(**{name: values[name] for name in _STEP_FIELDS})
-    step.buckets = [BucketRecord(*bucket) for bucket in values["buckets"]]
-    return step
+def _step(*, buckets: Sequence[Mapping[str, Any]], **values: Any) -> StepRecord:
+    return StepRecord(**values, buckets=[BucketRecord(**bucket) for bucket in buckets])
 
 
 # ---------------------------------------------------------------------- late ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lateness:
-    """Lateness of the ranks in successive steps."""
-
-    first_step: int
-    """Number of the first synchronized backward."""
-    late_us: Mapping[int, Sequence[int | None]]
-    """Microseconds after the first rank in each step, by rank; None if unknown."""
-
-    def median_us(self) -> dict[int, float]:
-        """Return the median in microseconds over the steps, by rank, without unknown ranks."""
-        known = {rank: [v for v in values if v is not None] for rank, values in self.late_us.items()}
-        return {rank: statistics.median(values) for rank, values in known.items() if values}
+Lateness = Mapping[int, Sequence[int | None]]
+"""Time after the first rank in successive steps, by rank; None if unknown."""
 
 
-def lateness(first_step: int, slacks_us: Mapping[int, Sequence[int | None]]) -> Lateness:
-    """Compare the slacks of all ranks, step by step.
+def lateness(slacks: Mapping[int, Sequence[int | None]]) -> Lateness:
+    """Compare the slacks of all ranks, step by step; the result has their unit.
 
-    >>> lateness(7, {0: [50, 40], 1: [10, None]}).late_us
+    >>> lateness({0: [50, 40], 1: [10, None]})
     {0: [0, 0], 1: [40, None]}
     """
-    late: dict[int, list[int | None]] = {rank: [] for rank in slacks_us}
-    for now in zip_longest(*slacks_us.values()):
+    late: dict[int, list[int | None]] = {rank: [] for rank in slacks}
+    for now in zip_longest(*slacks.values()):
         most = max((slack for slack in now if slack is not None), default=0)
-        for rank, slack in zip(slacks_us, now, strict=True):
+        for rank, slack in zip(slacks, now, strict=True):
             late[rank].append(None if slack is None else most - slack)
-    return Lateness(first_step=first_step, late_us=late)
+    return late
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlowRank:
+def median_late(late: Lateness) -> dict[int, float]:
+    """Return the median over the steps, by rank, without unknown ranks."""
+    known = {rank: [v for v in values if v is not None] for rank, values in late.items()}
+    return {rank: statistics.median(values) for rank, values in known.items() if values}
+
+
+class SlowRank(NamedTuple):
     """A rank that was late in `num_steps` successive steps."""
 
     rank: int
@@ -202,20 +164,19 @@ class SlowRanks:
         self._num_steps = num_steps
         self._streaks: dict[int, _Streak] = {}
 
-    def add(self, known: Lateness, limit_us: float) -> list[SlowRank]:
+    def add(self, late: Lateness, limit_us: float) -> list[SlowRank]:
         """Add the steps after the last call; a rank is late in a step if it is by more than `limit_us`.
 
         Returns:
             Ranks that have been late for `num_steps` now, or for twice as many steps as when last returned.
         """
-        for now in zip_longest(*known.late_us.values()):
-            self._add_step(dict(zip(known.late_us, now, strict=True)), limit_us)
+        for now in zip_longest(*late.values()):
+            self._add_step(dict(zip(late, now, strict=True)), limit_us)
         found = []
         for rank, streak in sorted(self._streaks.items()):
             if streak.num_steps >= streak.next_report:
                 streak.next_report = 2 * streak.num_steps
-                late_us = statistics.median(streak.late_us)
-                found.append(SlowRank(rank=rank, num_steps=streak.num_steps, late_us=late_us))
+                found.append(SlowRank(rank, streak.num_steps, statistics.median(streak.late_us)))
         return found
 
     def _add_step(self, late_us: Mapping[int, int | None], limit_us: float) -> None:
@@ -243,22 +204,19 @@ class Span:
     kind: str
     """'forward', 'backward', 'exposed' (the rank waits for buckets), 'bucket', or 'queued': a started bucket
     that waits until the bucket before it is reduced and all ranks have started theirs."""
-    row: int
+    row: int = 0
     """0 for compute; buckets that are reduced at the same time are in different rows."""
     start_ns: int
     """Nanoseconds from the first moment of all ranks on."""
     end_ns: int
     step: int
-    bucket: int | None = None
-    num_bytes: int = 0
-    ready_ns: int | None = None
-    """Time at which a bucket had its last gradient; None for other spans or if unknown."""
+    bucket: BucketRecord | None = None
 
     @property
     def name(self) -> str:
         if self.bucket is None:
             return self.kind
-        return f"bucket {self.bucket}" + (" waits" if self.kind == "queued" else "")
+        return f"bucket {self.bucket.index}" + (" waits" if self.kind == "queued" else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,85 +232,79 @@ class Lane:
         return 1 + max((span.row for span in self.spans), default=0)
 
 
-def lanes_of(recordings: Sequence[Recording], *, num_steps: int | None = None) -> list[Lane]:
+def lanes_of(recordings: Sequence[Recording], *, num_steps: int) -> list[Lane]:
     """Put the recordings on one time axis, which begins with the first shown moment.
 
     Args:
-        recordings: recordings of different ranks; steps are matched by their number.
-        num_steps: number of the last steps of all ranks to show; None for every step.
+        recordings: recordings of different ranks, at least one; steps are matched by their number.
+        num_steps: number of the last common steps to show.
     """
-    common = set.intersection(*({step.step for step in r.steps} for r in recordings)) if recordings else set()
-    shown = common if num_steps is None else set(sorted(common)[len(common) - min(num_steps, len(common)) :])
-    shifts = {r.rank: _shift(recordings[0], r, common) for r in recordings}
-    chosen = {r.rank: [step for step in r.steps if step.step in shown] for r in recordings}
-    begins = [_begin(step) + shifts[rank] for rank, steps in chosen.items() for step in steps]
-    origin = min(begins, default=0)
+    common = set.intersection(*({step.step for step in recording.steps} for recording in recordings))
+    shown = sorted(common)[-num_steps:]
+    shifts = [_shift(recordings[0], recording, common) for recording in recordings]
+    rows = [[deepcopy(s) for s in recording.steps if s.step in shown] for recording in recordings]
+    for steps, shift in zip(rows, shifts, strict=True):
+        _move(steps, shift)
+    every = list(chain(*rows))
+    _move(every, -min((getattr(*step.moments()[0]) for step in every), default=0))
     all_started: dict[tuple[int, int], int] = {}  # step and bucket -> when the last rank had started it
-    for rank, steps in chosen.items():
-        for step in steps:
-            for bucket in step.buckets:
-                started = bucket.launched if bucket.begun is None else bucket.begun
-                if started is not None:
-                    moment = started + shifts[rank] - origin
-                    key = step.step, bucket.index
-                    all_started[key] = max(moment, all_started.get(key, moment))
+    for step in every:
+        for bucket in step.buckets:
+            key, started = (step.step, bucket.index), bucket.begun or bucket.launched or 0
+            all_started[key] = max(started, all_started.get(key, 0))
     return [
-        Lane(rank=r.rank, host=r.host, spans=_spans(chosen[r.rank], shifts[r.rank] - origin, all_started))
-        for r in recordings
+        Lane(rank=recording.rank, host=recording.host, spans=_spans(steps, all_started))
+        for recording, steps in zip(recordings, rows, strict=True)
     ]
-
-
-def _begin(step: StepRecord) -> int:
-    return int(step.backward_start if step.forward_start is None else step.forward_start)
 
 
 def _shift(reference: Recording, other: Recording, common: Iterable[int]) -> int:
     """Return the offset in ns from the clock of `other` to that of `reference`."""
-    theirs = {step.step: step.buckets[-1].done for step in reference.steps if step.buckets}
-    own = {step.step: step.buckets[-1].done for step in other.steps if step.buckets}
+    theirs, own = (
+        {step.step: step.buckets[-1].done for step in recording.steps if step.buckets}
+        for recording in (reference, other)
+    )
     known = [n for n in common if theirs.get(n) is not None and own.get(n) is not None]
-    differences = [theirs[number] - own[number] for number in known]
-    return round(statistics.median(differences)) if differences else 0
+    return round(statistics.median(theirs[n] - own[n] for n in known)) if known else 0
 
 
-def _spans(steps: Sequence[StepRecord], shift: int, all_started: Mapping[tuple[int, int], int]) -> list[Span]:
+def _move(steps: Iterable[StepRecord], shift: int) -> None:
+    """Add `shift` nanoseconds to all moments."""
+    for step in steps:
+        for owner, name in step.moments():
+            setattr(owner, name, getattr(owner, name) + shift)
+
+
+def _spans(steps: Sequence[StepRecord], all_started: Mapping[tuple[int, int], int]) -> list[Span]:
     spans = []
     free_at: list[int] = []  # of each row of buckets
     for step in steps:
-        for kind, start, end in _compute(step):
-            spans.append(
-                Span(kind=kind, row=_COMPUTE, start_ns=start + shift, end_ns=end + shift, step=step.step)
-            )
+        compute = (
+            ("forward", step.forward_start, step.forward_end),
+            ("backward", step.backward_start, step.backward_end),
+            ("exposed", step.backward_end, step.comm_end),
+        )
+        spans += [
+            Span(kind=kind, start_ns=start, end_ns=end, step=step.step)
+            for kind, start, end in compute
+            if start is not None and end is not None and end > start
+        ]
         before = 0  # time at which the previous bucket was reduced
         for bucket in sorted(step.buckets, key=lambda b: b.launched or 0):
-            if bucket.launched is None or bucket.done is None:
+            start, end = bucket.launched, bucket.done
+            if start is None or end is None:
                 continue
-            start, end = bucket.launched + shift, bucket.done + shift
             row = next((i for i, moment in enumerate(free_at) if moment <= start), len(free_at))
             free_at[row : row + 1] = [end]
             if bucket.begun is not None:
-                before = bucket.begun + shift
-            turn = max(start, all_started[step.step, bucket.index], before if before < end else start)
-            turn = min(turn, end)
+                before = bucket.begun
+            turn = min(end, max(start, all_started[step.step, bucket.index], before if before < end else 0))
             before = end
             for kind, first, last in (("queued", start, turn), ("bucket", turn, end)):
                 if kind == "bucket" or last > first:
-                    ready = None if bucket.ready is None else bucket.ready + shift
-                    where = {"row": _COMPUTE + 1 + row, "start_ns": first, "end_ns": last, "ready_ns": ready}
-                    what = {"step": step.step, "bucket": bucket.index, "num_bytes": bucket.num_bytes}
-                    spans.append(Span(kind=kind, **where, **what))
+                    where = {"row": 1 + row, "start_ns": first, "end_ns": last}
+                    spans.append(Span(kind=kind, step=step.step, bucket=bucket, **where))
     return spans
-
-
-def _compute(step: StepRecord) -> Iterable[tuple[str, int, int]]:
-    moments = (
-        ("forward", step.forward_start, step.forward_end),
-        ("backward", step.backward_start, step.backward_end),
-        ("exposed", step.backward_end, step.comm_end),
-    )
-    for kind, start, end in moments:
-        if start is not None and end is not None and end > start:
-            yield kind, int(start), int(end)
 
 
 def chrome_trace(lanes: Sequence[Lane]) -> Mapping[str, Any]:
@@ -366,7 +318,7 @@ def chrome_trace(lanes: Sequence[Lane]) -> Mapping[str, Any]:
     for lane in lanes:
         describe("process", lane.rank, 0, f"rank {lane.rank} ({lane.host})", lane.rank)
         for row in range(lane.num_rows):
-            title = "compute" if row == _COMPUTE else f"buckets {row}" if lane.num_rows > 2 else "buckets"
+            title = "compute" if row == 0 else f"buckets {row}" if lane.num_rows > 2 else "buckets"
             describe("thread", lane.rank, row, title, row)
         events += [_event(lane.rank, span) for span in lane.spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -375,9 +327,9 @@ def chrome_trace(lanes: Sequence[Lane]) -> Mapping[str, Any]:
 def _event(rank: int, span: Span) -> dict[str, Any]:
     arguments: dict[str, Any] = {"step": span.step}
     if span.bucket is not None:
-        arguments["bytes"] = span.num_bytes
-        if span.ready_ns is not None:
-            arguments["us since ready"] = (span.start_ns - span.ready_ns) / _NS_PER_US
+        arguments["bytes"] = span.bucket.num_bytes
+        if span.bucket.ready is not None:
+            arguments["us since ready"] = (span.start_ns - span.bucket.ready) / _NS_PER_US
     return {
         "ph": "X",
         "name": span.name,
@@ -388,70 +340,3 @@ def _event(rank: int, span: Span) -> dict[str, Any]:
         "dur": (span.end_ns - span.start_ns) / _NS_PER_US,
         "args": arguments,
     }
-
-
-# ---------------------------------------------------------------------- the picture
-
-COLOURS = {
-    "forward": "#7fb3d5",
-    "backward": "#2874a6",
-    "exposed": "#e74c3c",
-    "queued": "#fdebd0",
-    "bucket": "#f0b27a",
-}
-LABELS = {
-    "forward": "forward",
-    "backward": "backward",
-    "exposed": "rank waits for buckets",
-    "queued": "bucket waits for its turn, or for another rank",
-    "bucket": "bucket is reduced",
-}
-_ROW_HEIGHT = 0.8
-_NARROWEST_TEXT = 0.045  # fraction of the width that a name needs
-
-
-def draw(lanes: Sequence[Lane], path: Path) -> None:
-    """Draw all lanes, from the top down, to a file whose suffix is the format, such as .png.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
-    from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
-
-    num_rows = sum(lane.num_rows + 1 for lane in lanes)
-    figure = Figure(figsize=(14, 1.5 + 0.28 * num_rows), layout="constrained")
-    axes = figure.subplots()
-    whole_ms = max((span.end_ns for lane in lanes for span in lane.spans), default=0) / _NS_PER_MS or 1.0
-    ticks: list[tuple[float, str]] = []
-    top = 0
-    for lane in lanes:
-        for span in lane.spans:
-            _draw_span(axes, span, top + span.row, whole_ms)
-        ticks.append((top + lane.num_rows / 2 - 0.5, f"rank {lane.rank}\n{lane.host}"))
-        top += lane.num_rows
-        axes.axhline(top, color="0.8", linewidth=0.8)
-        top += 1
-    axes.set_xlim(0, whole_ms)
-    axes.set_ylim(top - 0.5, -0.7)
-    axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
-    axes.set_xlabel("milliseconds since the first forward that is shown")
-    steps = sorted({span.step for lane in lanes for span in lane.spans})
-    figure.suptitle(f"Steps {steps[0]} to {steps[-1]}: computation and bucket communication of each rank")
-    keys = [Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()]
-    axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_span(axes: Any, span: Span, y: float, whole_ms: float) -> None:
-    start, width = span.start_ns / _NS_PER_MS, (span.end_ns - span.start_ns) / _NS_PER_MS
-    colour = COLOURS[span.kind]
-    axes.barh(y, width, left=start, height=_ROW_HEIGHT, color=colour, edgecolor="white", linewidth=0.3)
-    if width > _NARROWEST_TEXT * whole_ms:
-        text = span.kind if span.bucket is None else f"{span.bucket}: {_size(span.num_bytes)}"
-        shade = "white" if span.kind in ("backward", "exposed") else "black"
-        axes.text(start + width / 2, y, text, color=shade, ha="center", va="center", fontsize=7)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import types
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -21,20 +20,16 @@ class ToolError(LightningDDPError, RuntimeError):
 
 
 class _Handler:
-    """Handler of SIGTERM that raises an exception for the first signal and ignores signals after it."""
+    """Handler of SIGTERM that raises `SystemExit` for the first signal and ignores signals after it."""
 
     def __init__(self) -> None:
-        self.num_holding = 0
-        self._has_come = False
+        self.is_held_back = False
+        self.has_come = False
 
-    def __call__(self, number: int, frame: types.FrameType | None) -> None:
-        self._has_come = True
-        self.raise_if_come()
-
-    def raise_if_come(self) -> None:
-        if not self._has_come or self.num_holding > 0:
+    def __call__(self, *_: object) -> None:
+        self.has_come = True
+        if self.is_held_back:
             return
-        self._has_come = False
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.write(2, b"ended by SIGTERM\n")  # the main thread may be inside a print
         sys.exit(128 + signal.SIGTERM)
@@ -53,34 +48,20 @@ def unwinds_at_sigterm() -> Generator[None, None, None]:
     try:
         yield
     finally:  # None is a handler that was not set from Python
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-
-def _ours() -> _Handler | None:
-    handler = signal.getsignal(signal.SIGTERM)
-    return handler if isinstance(handler, _Handler) else None
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 @contextmanager
 def held_back() -> Generator[None, None, None]:
     """Defer SIGTERM to the end of the block, which starts something that must be cleaned up."""
-    handler = _ours() or _Handler()
-    handler.num_holding += 1
+    handler = signal.getsignal(signal.SIGTERM)
+    if not isinstance(handler, _Handler):
+        yield
+        return
+    handler.is_held_back = True
     try:
         yield
     finally:
-        handler.num_holding -= 1
-    handler.raise_if_come()
-
-
-@contextmanager
-def ends_at_sigterm() -> Generator[None, None, None]:
-    """Let SIGTERM terminate the process in this block: for waits in C++, where no handler runs."""
-    handler = _ours()
-    if handler is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+        handler.is_held_back = False
+    if handler.has_come:
+        handler()

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
-from lightning_ddp.errors import one_of
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP
-
-PICTURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 
 def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
+        with suppress(ValueError):
+            if least <= (value := kind(text)) < float("inf"):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
     return parse
 
@@ -53,22 +47,12 @@ def output_path(text: str) -> Path:
     return path
 
 
-def picture_path(text: str) -> Path:
-    """Parse the path of a picture to draw; refuse an unsupported format or a missing library early."""
-    path = output_path(text)
-    if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise argparse.ArgumentTypeError(f"expected {one_of(PICTURE_SUFFIXES)}, got {text!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install matplotlib")
-    return path
-
-
 _COUNT: Final = {"type": positive_int, "metavar": "N"}
 _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "rounds": (("--rounds",), {**_COUNT, "help": "measured rounds"}),
     "world_size": (
         ("--world-size", "--devices"),
-        {**_COUNT, "help": "number of processes (default: 2, or torchrun's)"},
+        {**_COUNT, "help": "number of processes (default: 2, or 1 with a single GPU)"},
     ),
     "timeout_s": (
         ("--timeout-s",),
@@ -116,14 +100,8 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     0.5
 
     Raises:
-        ValueError: the lengths differ, there is no sample, or a value is not above 0.
+        ValueError: the lengths differ, or there is no sample.
     """
-    if len(numerators) != len(denominators) or not numerators:
-        raise ValueError(
-            f"expected as many samples on both sides, got {len(numerators)} and {len(denominators)}"
-        )
-    if min(*numerators, *denominators) <= 0:
-        raise ValueError("expected samples above 0, got one that is not")
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

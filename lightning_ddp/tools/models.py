@@ -2,23 +2,23 @@
 
 Each model stresses another part of a data-parallel wrapper: `linear500` the per-parameter cost of hooks
 (1,000 small parameters), `linear16` bytes (64 MiB of gradients), `transformer6` a usual mix, `convbn40`
-the broadcast of buffers before each forward. A script that trains without this package imports this file.
+the broadcast of buffers before each forward.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp import BucketedDDP
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
+
+class Workload(NamedTuple):
     """A model with its batch, on the CPU."""
 
     module: nn.Module
@@ -32,8 +32,7 @@ def build_workload(name: str, *, rank: int) -> Workload:
     build_module, batch_shape = WORKLOADS[name]
     torch.manual_seed(0)
     module = build_module()
-    generator = torch.Generator().manual_seed(1 + rank)
-    return Workload(module=module, batch=torch.randn(batch_shape, generator=generator))
+    return Workload(module, torch.randn(batch_shape, generator=torch.Generator().manual_seed(1 + rank)))
 
 
 def compute_loss(output: Tensor) -> Tensor:
@@ -89,7 +88,6 @@ MODELS_HELP: Final = (
     " with BatchNorm (convbn40)"
 )
 """Text of the options that name models."""
-"""Names of the models, in the order of measurement."""
 
 
 # ---------------------------------------------------------------------- wrappers
@@ -123,7 +121,7 @@ def is_torch(contender: str) -> bool:
 
 def constructor_flags(contender: str) -> dict[str, Any]:
     """Return the constructor arguments of a contender, without flags that the installed torch lacks."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    known = inspect.signature(DistributedDataParallel).parameters
     flags = CONTENDERS[contender]
     return {name: value for name, value in flags.items() if name in known or not is_torch(contender)}
 
@@ -135,8 +133,6 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
     """
     if contender == BARE:
         return module
-    from lightning_ddp import BucketedDDP
-
     wrapper: Any = DistributedDataParallel if is_torch(contender) else BucketedDDP
     device_ids = [device.index] if device.type == "cuda" else None
     wrapped: nn.Module = wrapper(module, device_ids=device_ids, **constructor_flags(contender))
@@ -144,10 +140,7 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
 
 
 class TrainingRun:
-    """A model in training: wrapped, with its optimizer and its batch.
-
-    Collective: all ranks must construct it.
-    """
+    """A model in training: wrapped, with its optimizer and its batch. All ranks must construct it."""
 
     def __init__(self, contender: str, workload: Workload, device: torch.device) -> None:
         self.contender = contender
@@ -158,10 +151,7 @@ class TrainingRun:
         self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-6)
 
     def step(self) -> None:
-        """Do one training step: zero the gradients, forward, backward, update.
-
-        Collective: all ranks must call it.
-        """
+        """Do one training step: zero the gradients, forward, backward, update."""
         self._optimizer.zero_grad(set_to_none=True)
         compute_loss(self.wrapped(self.batch)).backward()
         self._optimizer.step()
@@ -169,8 +159,7 @@ class TrainingRun:
     def state_after_one_step(self, workload: Workload) -> dict[str, Tensor]:
         """Do one step from the weights of a workload; return the state that is the same on all ranks.
 
-        That is "gradients", and "buffers" if the model has floating-point buffers, each as one vector. An
-        evaluating forward after the step requires synchronized buffers.
+        That is "gradients", and "buffers" if the model has floating-point buffers, each as one vector.
         """
         self.module.load_state_dict(workload.module.state_dict())
         self.step()
@@ -182,7 +171,7 @@ class TrainingRun:
         state = {"gradients": torch.cat(gradients)}
         self.wrapped.eval()
         with torch.no_grad():
-            self.wrapped(self.batch)
+            self.wrapped(self.batch)  # synchronizes the buffers
         self.wrapped.train()
         buffers = [buffer.flatten() for buffer in self.wrapped.buffers() if buffer.is_floating_point()]
         return {**state, "buffers": torch.cat(buffers)} if buffers else state

@@ -1,14 +1,11 @@
-"""Supervised rank processes that leave nothing behind: here, under torchrun, or in network namespaces.
+"""Supervised processes of ranks that leave nothing behind, on this machine or on a slow link.
 
 The parent hosts a store, which the ranks use for rendezvous, progress and results, so that there is one
-channel and nothing to drain while they run. Under torchrun each of its processes starts one rank, and all
-use torchrun's store; between two network namespaces (Linux, as root) it is a file store.
+channel and nothing to drain while they run. Between two network namespaces it is a file.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import itertools
 import json
 import multiprocessing
@@ -16,18 +13,16 @@ import os
 import random
 import runpy
 import signal
-import subprocess
 import tempfile
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +34,8 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from lightning_ddp.tools import ToolError, ends_at_sigterm, held_back
+from lightning_ddp.tools import ToolError, held_back
+from lightning_ddp.tools.namespaces import INTERFACE, enter, shaped_link
 
 SettingsT = TypeVar("SettingsT")
 ItemT = TypeVar("ItemT")
@@ -95,19 +91,15 @@ Worker = Callable[[RankContext, SettingsT], object]
 """Function that a rank runs: at module level, with a result that JSON can represent."""
 
 
-@dataclass(kw_only=True)
-class _Meeting:
-    """Store of the ranks, and the ranks that are started here."""
+class _Meeting(NamedTuple):
+    """Store and settings of the ranks."""
 
-    address: tuple[str, int] | str = ""
+    address: tuple[str, int] | str
     """Address of the store: host and port, or a file."""
-    prefix: str = ""
+    namespaces: Sequence[str]
+    """Network namespace of each rank; empty for that of the parent."""
     world_size: int
-    num_local_ranks: int
     num_replicas: int
-    first_rank: int = 0
-    first_local_rank: int = 0
-    namespaces: Sequence[str] = ()
     device: str
     timeout_s: float
     preload: str | None
@@ -115,11 +107,10 @@ class _Meeting:
     def open_store(self) -> Store:
         limit = timedelta(seconds=self.timeout_s)
         if isinstance(self.address, str):
-            store: Store = dist.FileStore(self.address, -1)
+            store = dist.FileStore(self.address, -1)
             store.set_timeout(limit)
-        else:
-            store = TCPStore(*self.address, is_master=False, timeout=limit)
-        return PrefixStore(self.prefix, store) if self.prefix else store
+            return store
+        return TCPStore(*self.address, is_master=False, timeout=limit)
 
 
 def host_store(timeout_s: float) -> TCPStore:
@@ -137,7 +128,6 @@ def run_ranks(
     timeout_s: float,
     num_replicas: int = 1,
     on_progress: Callable[[int], object] = lambda count: None,
-    torchrun: TorchrunRank | None = None,
     mbit: float | None = None,
     store: TCPStore | None = None,
     preload: str | None = None,
@@ -154,86 +144,57 @@ def run_ranks(
         num_replicas: number of replicas of the ranks at once, each with a separate process group.
         on_progress: called a few times a second with the number of units of progress since its last call;
             an error that it raises stops the ranks.
-        torchrun: the rank to start here, under torchrun, whose processes all call this; else None.
         mbit: speed in Mbit/s of a link between two network namespaces, one per rank; None for no link.
         store: a store of `host_store` that the caller reads, too; None to open one.
         preload: a Python file that each rank runs first, or None.
         start_method: "fork" saves all imports, but does not work while CUDA is in use.
 
     Returns:
-        One result per rank, replica by replica; the same in all processes of torchrun.
+        One result per rank, replica by replica.
 
     Raises:
         ToolError: a process fails (the message holds its traceback), the deadline passes, there are too few
             GPUs, or namespaces are not permitted.
     """
-    meeting = _Meeting(
-        world_size=world_size,
-        num_local_ranks=world_size,
-        num_replicas=num_replicas,
-        device=device,
-        timeout_s=timeout_s,
-        preload=preload,
-    )
+    if device == "cuda" and torch.cuda.device_count() < world_size:
+        raise ToolError(f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}")
     with ExitStack() as stack:
-        if torchrun is not None:
-            meeting.address, meeting.num_local_ranks = torchrun.address, 1
-            meeting.prefix = f"{torchrun.prefix}/{next(torchrun.numbers)}"
-            meeting.first_rank, meeting.first_local_rank = torchrun.rank, torchrun.local_rank
-            opened: Store = PrefixStore(meeting.prefix, torchrun.store)
-        elif mbit is not None:
+        if mbit is None:
+            opened: Any = store or host_store(timeout_s)
+            meeting = _Meeting((_HOST, opened.port), (), world_size, num_replicas, device, timeout_s, preload)
+        else:  # a file is in no namespace's network
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
-            meeting.address = str(Path(folder, "store"))  # in no namespace's network
-            meeting.namespaces = stack.enter_context(_shaped_link(mbit))
-            opened = dist.FileStore(meeting.address, -1)
-        else:
-            if device == "cuda" and torch.cuda.device_count() < world_size:
-                found = torch.cuda.device_count()
-                raise ToolError(f"--world-size {world_size} needs as many GPUs, found {found}")
-            store = store or host_store(timeout_s)
-            opened, meeting.address = store, (_HOST, store.port)
-        return _run(worker, settings, meeting, opened, on_progress, start_method)
+            path = str(Path(folder, "store"))
+            opened = dist.FileStore(path, -1)
+            names = stack.enter_context(shaped_link(mbit))
+            meeting = _Meeting(path, names, world_size, num_replicas, device, timeout_s, preload)
+        _supervise((worker, settings, meeting), opened, start_method, on_progress)
+        members = itertools.product(range(num_replicas), range(world_size))
+        return [json.loads(opened.get(f"result/{replica}/{rank}")) for replica, rank in members]
 
 
-def _run(
-    worker: Worker[SettingsT],
-    settings: SettingsT,
-    meeting: _Meeting,
+def _supervise(
+    arguments: tuple[Worker[SettingsT], SettingsT, _Meeting],
     store: Store,
-    on_progress: Callable[[int], object],
     start_method: str,
-) -> list[Any]:
-    count = meeting.num_local_ranks * meeting.num_replicas
+    on_progress: Callable[[int], object],
+) -> None:
+    """Start the processes, wait for them, and kill those that are left."""
+    meeting = arguments[-1]
+    count = meeting.world_size * meeting.num_replicas
     # A store in this process looks up the address of each client, and holds a lock of the C library
     # meanwhile, which a rank that is forked then could never take.
     all_made = multiprocessing.get_context(start_method).Barrier(count)
-    arguments = (worker, settings, meeting, all_made)
+    started: dict[str, Any] = {"nprocs": count, "join": False, "daemon": True, "start_method": start_method}
     context: ProcessContext | None = None
+    deadline, seen = time.monotonic() + meeting.timeout_s, 0
     try:
         with held_back():
-            context = start_processes(
-                _run_rank, arguments, nprocs=count, join=False, daemon=True, start_method=start_method
-            )
-        _watch(context, store, meeting, on_progress)
-    finally:
-        for process in context.processes if context is not None else ():
-            if process.is_alive():
-                process.kill()
-            process.join()
-    members = itertools.product(range(meeting.num_replicas), range(meeting.world_size))
-    return [json.loads(store.get(f"result/{replica}/{rank}")) for replica, rank in members]
-
-
-def _watch(
-    context: ProcessContext, store: Store, meeting: _Meeting, on_progress: Callable[[int], object]
-) -> None:
-    deadline = time.monotonic() + meeting.timeout_s
-    seen = 0
-    try:
+            context = start_processes(_run_rank, (*arguments, all_made), **started)
         while not context.join(timeout=_POLL_INTERVAL_S):
-            count = store.add(_PROGRESS_KEY, 0)
-            on_progress(count - seen)
-            seen = count
+            progress = store.add(_PROGRESS_KEY, 0)
+            on_progress(progress - seen)
+            seen = progress
             if time.monotonic() > deadline:
                 raise ToolError(f"ranks were still running after {meeting.timeout_s:g} s and were killed")
     except ProcessRaisedException as error:
@@ -241,8 +202,12 @@ def _watch(
         first = store.get(FAILURE_KEY).decode() if store.check([FAILURE_KEY]) else str(error)
         raise ToolError(first) from error
     except ProcessExitedException as error:
-        rank = meeting.first_rank + error.error_index % meeting.num_local_ranks
-        raise ToolError(f"rank {rank} died: {error}") from error
+        raise ToolError(f"rank {error.error_index % meeting.world_size} died: {error}") from error
+    finally:
+        for process in context.processes if context is not None else ():
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 def _run_rank(
@@ -250,18 +215,17 @@ def _run_rank(
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handler
     all_made.wait()
-    replica, local = divmod(index, meeting.num_local_ranks)
+    replica, rank = divmod(index, meeting.world_size)
     if meeting.namespaces:
-        _enter_namespace(meeting.namespaces[local])
-        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+        enter(meeting.namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     torch.set_num_threads(1)  # ranks share the cores; more threads each would measure the scheduler
     if meeting.preload is not None:
         runpy.run_path(meeting.preload)
-    rank = meeting.first_rank + local
     store = meeting.open_store()
     device = torch.device(meeting.device)
     if device.type == "cuda":
-        device = torch.device("cuda", meeting.first_local_rank + local)
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -319,119 +283,3 @@ class RoundRobin:
 def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:
     """Return the items in an order that depends on the seed alone, so it is the same on all ranks."""
     return random.Random(seed).sample(items, k=len(items))
-
-
-# ---------------------------------------------------------------------- torchrun
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchrunRank:
-    """Torchrun's description of this process, and the store of its ranks."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    address: tuple[str, int]
-    store: Store
-    prefix: str
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers of the measurements, the same on all ranks."""
-
-
-@contextmanager
-def torchrun_rank(args: argparse.Namespace) -> Generator[TorchrunRank | None, None, None]:
-    """Connect to torchrun's ranks, if torchrun started this process; yield None otherwise.
-
-    At the end of the block torchrun's processes wait for each other, unless the block raised. `args` has
-    `world_size` (None if not given), `device` and `timeout_s`.
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield None
-        return
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.world_size not in (None, world_size):
-        raise ToolError(
-            f"--world-size {args.world_size}, but {world_size} ranks have been started. Leave it out"
-        )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if args.device == "cuda" and torch.cuda.device_count() <= local_rank:
-        found = torch.cuda.device_count()
-        raise ToolError(f"local rank {local_rank} needs a GPU of its own, found {found}")
-    try:
-        with ends_at_sigterm():
-            limit = timedelta(seconds=args.timeout_s)
-            found_store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
-    except (ValueError, RuntimeError) as error:
-        raise ToolError(f"RANK is set, but the ranks cannot connect to each other: {error}") from error
-    prefix = f"lightning_ddp_bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    yield TorchrunRank(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-        store=found_store,
-        prefix=prefix,
-    )
-    store = PrefixStore(prefix, found_store)  # rank 0 may host it, so it must exit last
-    if store.add("num_done", 1) == world_size:
-        store.set("all_done", "1")
-    with ends_at_sigterm():
-        store.wait(["all_done"])
-
-
-# ---------------------------------------------------------------------- network namespaces
-
-_INTERFACE: Final = "link0"
-"""Name of the link in both namespaces."""
-_CLONE_NEWNET = 0x40000000
-
-
-@contextmanager
-def _shaped_link(mbit: float) -> Generator[list[str], None, None]:
-    """Make two namespaces, joined by a link of `mbit` Mbit/s each way; yield their names."""
-    tag = uuid.uuid4().hex[:6]
-    names, ends = ([f"{kind}{tag}{rank}" for rank in range(2)] for kind in ("lddp", "v"))
-    burst = max(32_000, int(mbit * 1e6 / 8 / 250))  # bytes between two ticks of the shaper
-    shape = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms")
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for rank, (name, end) in enumerate(zip(names, ends, strict=True)):
-            _ip("link", "set", end, "netns", name)
-            inside = ("netns", "exec", name)
-            _ip(*inside, "ip", "link", "set", end, "name", _INTERFACE)
-            _ip(*inside, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", _INTERFACE)
-            _ip(*inside, "ip", "link", "set", "lo", "up")
-            _ip(*inside, "ip", "link", "set", _INTERFACE, "up")
-            _ip(*inside, "tc", "qdisc", "add", "dev", _INTERFACE, "root", *shape)
-        yield names
-    finally:
-        for name in names:
-            with suppress(FileNotFoundError):  # then there is no namespace either
-                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def _ip(*arguments: str) -> None:
-    try:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ToolError("ip is not installed, but shaped links need iproute2") from error
-    except subprocess.CalledProcessError as error:
-        raise ToolError(f"ip {' '.join(arguments)} failed: {error.stderr.strip()}") from error
-
-
-def _enter_namespace(name: str) -> None:
-    """Move the calling thread, and threads that it starts later, to a namespace."""
-    with open(f"/var/run/netns/{name}", encoding="ascii") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-            raise ToolError(f"setns failed: {os.strerror(ctypes.get_errno())}")
-
-
-def read_sent_bytes() -> int:
-    """Return the bytes that the kernel has sent on this rank's link, with all headers."""
-    for line in Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == _INTERFACE:
-            return int(counts.split()[8])
-    raise ToolError(f"there is no interface {_INTERFACE} in this namespace")

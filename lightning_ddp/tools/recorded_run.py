@@ -13,6 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -20,43 +21,38 @@ from typing import Any
 
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.telemetry.timeline import (
-    COLOURS,
-    LABELS,
     Change,
     Lane,
     Recording,
     chrome_trace,
-    draw,
     lanes_of,
     lateness,
     load_folder,
     save,
 )
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import add_shared, output_path, positive_int
+from lightning_ddp.tools.command_line import add_shared, format_table, output_path, positive_int
+from lightning_ddp.tools.drawing import picture_path, save_panels
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP, OURS, TrainingRun, build_workload
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 
-Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Steps and values, by name of the series."""
+Points = Sequence[tuple[int, float]]
+"""Steps with a value of each."""
 
-_NS_PER_MS, _US_PER_MS, _MB = 1e6, 1e3, 1e6
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 920, 220, 70, 10, 40
-_INKS = ("#2874a6", "#e67e22", "#1e8449", "#c0392b", "#7d3c98", "#17a589", "#7f8c8d", "#b7950b")
-_MOST_RANKS, _NUM_STEPS, _ROW = 8, 4, 18
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;color:#222}"
-    "table{border-collapse:collapse}"
-    "td,th{padding:.2em 1em .2em 0;text-align:right;border-bottom:1px solid #ddd}"
-    "svg{display:block}svg text{font:12px system-ui,sans-serif;fill:#333}"
-    ".key{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}"
-)
+_FOLDER_HELP = "folder that CommunicationMonitor(timeline=FOLDER) has written"
+_NS_PER_MS, _MB = 1e6, 1e6
+_MOST_RANKS, _NUM_STEPS = 8, 4
+_WIDTH = 13.0  # of a timeline in inches
+_NARROWEST_TEXT = 0.045  # fraction of the width that a name needs
 _NUM_WARMUP_STEPS = 5
-
-
-def changes_of(recordings: Sequence[Recording]) -> Sequence[Change]:
-    """Return the changes of ranks in a run, from the recording with the most changes."""
-    return max((recording.changes for recording in recordings), key=len)
+KINDS: Mapping[str, tuple[str, str]] = {
+    "forward": ("#aed6f1", "forward"),
+    "backward": ("#5dade2", "backward"),
+    "exposed": ("#e74c3c", "rank waits for buckets"),
+    "queued": ("#fdebd0", "bucket waits for its turn, or for another rank"),
+    "bucket": ("#f0b27a", "bucket is reduced"),
+}
+"""Colors and labels of spans, by kind."""
 
 
 # ---------------------------------------------------------------------- the last steps
@@ -65,23 +61,16 @@ def changes_of(recordings: Sequence[Recording]) -> Sequence[Change]:
 class Timeline:
     """Draw recorded steps: computation of each rank, buckets in transit, and exposed communication.
 
-    Writes a trace for chrome://tracing or Perfetto, and a PNG or SVG.
+    Writes a trace for chrome://tracing or Perfetto, and a picture.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `timeline`."""
-        parser.add_argument(
-            "folder",
-            nargs="?",
-            type=Path,
-            help="folder that CommunicationMonitor(timeline=FOLDER) has written",
-        )
-        for name, default, what in (
-            ("--trace", Path("timeline.json"), "Chrome trace file to write"),
-            ("--picture", Path("timeline.png"), "PNG or SVG file to write"),
-        ):
-            text = f"{what} (default: %(default)s)"
-            parser.add_argument(name, type=output_path, default=default, metavar="PATH", help=text)
+        parser.add_argument("folder", nargs="?", type=Path, help=_FOLDER_HELP)
+        text = "Chrome trace file to write (default: %(default)s)"
+        parser.add_argument("--trace", type=output_path, default="timeline.json", metavar="PATH", help=text)
+        text = "PNG, SVG or PDF file to write (default: %(default)s)"
+        parser.add_argument("--picture", type=picture_path, default="timeline.png", metavar="PATH", help=text)
         text = "number of last steps to show, common to all ranks (default: %(default)s)"
         parser.add_argument("--steps", type=positive_int, default=4, metavar="N", help=text)
         text = f"without a folder, the model to train: {MODELS_HELP} (default: %(default)s)"
@@ -99,14 +88,12 @@ class Timeline:
                 run_ranks(record_steps, settings, **options)
             recordings = load_folder(folder)
         lanes = lanes_of(recordings, num_steps=args.steps)
-        if not any(lane.spans for lane in lanes):
-            raise ToolError("the ranks have no step in common")
+        draw_lanes(lanes, args.picture)
         args.trace.write_text(json.dumps(chrome_trace(lanes)))
-        draw(lanes, args.picture)
         for recording in recordings:
             steps = recording.steps[-args.steps :]
-            exposed_ms = 1e3 * sum(step.exposed_s for step in steps) / len(steps)
-            busy_ms = 1e3 * sum(step.communication_s for step in steps) / len(steps)
+            exposed_ms = 1e3 * statistics.mean(step.exposed_s for step in steps)
+            busy_ms = 1e3 * statistics.mean(step.communication_s for step in steps)
             print(
                 f"rank {recording.rank} ({recording.host}): {busy_ms:.1f} ms per step of bucket"
                 f" communication, {exposed_ms:.1f} ms of it after backward"
@@ -116,6 +103,39 @@ class Timeline:
             print(f"{missing} of {recordings[0].world_size} ranks have no file in {folder}")
         print(f"trace: {args.trace} (chrome://tracing, ui.perfetto.dev)\npicture: {args.picture}")
         return 0
+
+
+def draw_lanes(lanes: Sequence[Lane], path: Path) -> None:
+    """Draw the spans of all ranks, from the top down, with a row of computation and rows of buckets each."""
+    steps = [span.step for lane in lanes for span in lane.spans]
+    if not steps:
+        raise ToolError("the ranks have no step in common")
+    title = f"Steps {min(steps)} to {max(steps)}: computation and bucket communication of each rank"
+    height = 1.2 + 0.28 * sum(lane.num_rows + 1 for lane in lanes)
+    save_panels(path, {"": partial(_draw_lanes, lanes)}, title=title, height=height, width=_WIDTH)
+
+
+def _draw_lanes(lanes: Sequence[Lane], axes: Any) -> None:
+    from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
+
+    whole = max(span.end_ns for lane in lanes for span in lane.spans) / _NS_PER_MS
+    ticks: dict[float, str] = {}
+    top = 0
+    for lane in lanes:
+        for span in lane.spans:
+            start, end, y = span.start_ns / _NS_PER_MS, span.end_ns / _NS_PER_MS, top + span.row
+            axes.barh(y, end - start, left=start, color=KINDS[span.kind][0], edgecolor="white", linewidth=0.3)
+            if end - start > _NARROWEST_TEXT * whole:
+                bucket = span.bucket
+                text = span.kind if bucket is None else f"{bucket.index}: {bucket.num_bytes / _MB:.2g} MB"
+                axes.text((start + end) / 2, y, text, ha="center", va="center", fontsize=7)
+        ticks[top + lane.num_rows / 2 - 0.5] = f"rank {lane.rank}\n{lane.host}"
+        top += lane.num_rows + 1
+    axes.set(xlim=(0, whole), ylim=(top - 0.5, -0.7), xlabel="ms since the first forward that is shown")
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set_axisbelow(True)
+    keys = [Patch(color=color, label=label) for color, label in KINDS.values()]
+    axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,96 +187,97 @@ class Report:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of `report`."""
-        parser.add_argument(
-            "folder", type=Path, help="folder that CommunicationMonitor(timeline=FOLDER) has written"
-        )
+        parser.add_argument("folder", type=Path, help=_FOLDER_HELP)
         text = "HTML page to write (default: %(default)s)"
-        parser.add_argument(
-            "--page", type=output_path, default=Path("report.html"), metavar="PATH", help=text
-        )
+        parser.add_argument("--page", type=output_path, default="report.html", metavar="PATH", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
         """Write the page; return the exit status 0."""
         recordings = load_folder(args.folder)
         if not all(recording.steps for recording in recordings):
             raise ToolError(f"{args.folder}: a rank has recorded no step")
-        args.page.write_text(page(recordings, title=args.folder.resolve().name), encoding="utf-8")
+        try:
+            text = page(recordings, title=args.folder.resolve().name)
+        except ModuleNotFoundError as error:
+            raise ToolError(f"drawing needs {error.name}: pip install {error.name}") from error
+        args.page.write_text(text, encoding="utf-8")
         print(f"page: {args.page}")
         return 0
 
 
 def page(recordings: Sequence[Recording], *, title: str) -> str:
     """Return the HTML page of a run from its ranks' recordings, which must each have a step."""
-    ranks = recordings[:_MOST_RANKS]
-    late = _late_ms(recordings)
     first, last = recordings[0].steps[0].step, recordings[0].steps[-1].step
     size = recordings[0].world_size
     missing = f"; {size - len(recordings)} ranks have no file" if size > len(recordings) else ""
-    exposed = {f"rank {r.rank}": [(s.step, 1e3 * s.exposed_s) for s in r.steps] for r in ranks}
-    sent = {"gradients": [(step.step, step.num_bytes / _MB) for step in recordings[0].steps]}
-    changes = changes_of(recordings)
-    charts: tuple[tuple[str, str, Series], ...] = (
-        ("Time of a step, from forward to forward", "ms", {f"rank {r.rank}": _times_ms(r) for r in ranks}),
-        ("Exposed communication, after backward", "ms", exposed),
-        (
-            "Delay of each rank's gradients after those of the first rank",
-            "ms",
-            {f"rank {r.rank}": late[r.rank] for r in ranks},
-        ),
-        ("Gradients that are averaged in a step (a hook may send less)", "MB", sent),
-    )
-    parts = [
-        _table(recordings, late),
-        _history(changes),
-        *(_chart(title, unit, series, [change.step for change in changes]) for title, unit, series in charts),
-        _timeline(lanes_of(ranks, num_steps=_NUM_STEPS)),
-    ]
     heading = f"Run {escape(title)}: {size} ranks, steps {first} to {last}{missing}"
+    changes = max((recording.changes for recording in recordings), key=len)
+    late = _late_ms(recordings)
+    values = {recording.rank: _values(recording, late[recording.rank]) for recording in recordings}
+    steps = [change.step for change in changes if first <= change.step <= last]
+    charts = {
+        name: partial(_draw_series, {rank: of[name] for rank, of in values.items()}, steps)
+        for name in values[recordings[0].rank]
+    }
+    lanes = lanes_of(recordings[:_MOST_RANKS], num_steps=_NUM_STEPS)
+    with tempfile.TemporaryDirectory() as scratch:
+        pictures = [Path(scratch, "charts.svg"), Path(scratch, "timeline.svg")]
+        save_panels(pictures[0], charts, title="", height=3.0)
+        if any(lane.spans for lane in lanes):
+            draw_lanes(lanes, pictures[1])
+        drawn = [picture.read_text(encoding="utf-8") for picture in pictures if picture.exists()]
+    parts = [_medians(recordings, values), _history(changes), *(svg[svg.index("<svg") :] for svg in drawn)]
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>svg'
+        f"{{width:100%;height:auto}}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
     )
 
 
-def _times_ms(recording: Recording) -> list[tuple[int, float]]:
-    return [
-        (step.step, (after.forward_start - step.forward_start) / _NS_PER_MS)
-        for step, after in pairwise(recording.steps)
-        if after.step == step.step + 1 and None not in (step.forward_start, after.forward_start)
-    ]
-
-
-def _late_ms(recordings: Sequence[Recording]) -> dict[int, list[tuple[int, float]]]:
-    """Return steps and delays of each rank's gradients after the first rank's, in ms, by rank."""
-    common = sorted(set.intersection(*({step.step for step in r.steps} for r in recordings)))
-    slacks = {r.rank: {s.step: s.slack_ns for s in r.steps} for r in recordings}
-    us = {r: [v and v // 1000 for v in (by[n] for n in common)] for r, by in slacks.items()}
-    late = lateness(common[0], us).late_us if common else {r.rank: [] for r in recordings}
+def _values(recording: Recording, late_ms: Points) -> dict[str, Points]:
+    """Return what the page tells of each step of a rank, by title with the unit."""
+    steps = recording.steps
     return {
-        rank: [(n, v / _US_PER_MS) for n, v in zip(common, values, strict=True) if v is not None]
-        for rank, values in late.items()
+        "step (ms)": [
+            (step.step, (after.forward_start - step.forward_start) / _NS_PER_MS)
+            for step, after in pairwise(steps)
+            if after.step == step.step + 1 and None not in (step.forward_start, after.forward_start)
+        ],
+        "exposed communication (ms)": [(step.step, 1e3 * step.exposed_s) for step in steps],
+        "late (ms)": late_ms,
+        "averaged gradients (MB)": [(s.step, s.num_bytes / _MB) for s in steps],
     }
 
 
-def _rows(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in names)
-    lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+def _late_ms(recordings: Sequence[Recording]) -> dict[int, Points]:
+    """Return the delays of each rank's gradients after the first rank's, by rank."""
+    common = sorted(set.intersection(*({step.step for step in r.steps} for r in recordings)))
+    slacks = {r.rank: [step.slack_ns for step in r.steps if step.step in common] for r in recordings}
+    return {
+        rank: [(n, late / _NS_PER_MS) for n, late in zip(common, values, strict=True) if late is not None]
+        for rank, values in lateness(slacks).items()
+    }
 
 
-def _table(recordings: Sequence[Recording], late: Mapping[int, Sequence[tuple[int, float]]]) -> str:
+def _draw_series(by_rank: Mapping[int, Points], changes: Sequence[int], axes: Any) -> None:
+    """Draw a line per rank over the steps, and a dashed line at changes of ranks."""
+    for rank, points in list(by_rank.items())[:_MOST_RANKS]:
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        axes.plot(steps, values, linewidth=1.2, label=f"rank {rank}")
+    for step in changes:
+        axes.axvline(step, color="0.3", linestyle="--", linewidth=1)
+    axes.set(xlabel="step", ylim=(0, None))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(fontsize="small", ncols=4)
+
+
+def _medians(recordings: Sequence[Recording], values: Mapping[int, Mapping[str, Points]]) -> str:
     rows = []
     for recording in recordings:
-        columns = (
-            [ms for _, ms in _times_ms(recording)],
-            [1e3 * step.exposed_s for step in recording.steps],
-            [ms for _, ms in late[recording.rank]],
-            [step.num_bytes / _MB for step in recording.steps],
-        )
+        columns = ([value for _, value in points] for points in values[recording.rank].values())
         cells = (f"{statistics.median(column):.2f}" if column else "-" for column in columns)
-        rows.append((recording.rank, recording.host, *cells))
-    names = ("rank", "host", "step (ms)", "exposed communication (ms)", "late (ms)", "gradients (MB)")
-    return f"<p>Medians over the recorded steps.</p>{_rows(names, rows)}"
+        rows.append((str(recording.rank), recording.host, *cells))
+    names = ("rank", "host", *values[recordings[0].rank])
+    return f"<h2>Medians of the recorded steps</h2><pre>{escape(format_table(names, rows))}</pre>"
 
 
 def _history(changes: Sequence[Change]) -> str:
@@ -267,78 +288,11 @@ def _history(changes: Sequence[Change]) -> str:
     for change in changes:
         ranks = (", ".join(map(str, ranks)) or "-" for ranks in (change.lost_ranks, change.joined_ranks))
         sizes = f"{change.old_world_size} to {change.new_world_size}"
-        rows.append((change.step, sizes, *ranks, f"{change.seconds:.2f}", change.why))
-    seconds = sum(change.seconds for change in changes)
+        why = change.cause or ("asked to leave" if change.lost_ranks else "new processes")
+        rows.append((str(change.step), sizes, *ranks, f"{change.seconds:.2f}", why))
+    names = ("from step", "ranks", "lost", "joined", "lost time (s)", "why")
     return (
-        f"<h2>Ranks that were lost or have joined ({seconds:.2f} s lost)</h2>"
-        f"{_rows(('from step', 'ranks', 'lost', 'joined', 'lost time (s)', 'why'), rows)}"
-        "<p>Ranks are numbered as they were before (lost) and are since (joined). A dashed line in the charts"
-        " is a step from which other ranks went on.</p>"
+        f"<h2>Ranks that were lost or have joined</h2><pre>{escape(format_table(names, rows))}</pre><p>Ranks"
+        " are numbered as they were before (lost) and are since (joined). A dashed line in the charts is a"
+        " step from which other ranks went on.</p>"
     )
-
-
-def _chart(title: str, unit: str, series: Series, changes: Sequence[int] = ()) -> str:
-    """Return a chart with a line per series over the steps, and a dashed line at changes of ranks."""
-    points = [point for values in series.values() for point in values]
-    if not points:
-        return ""
-    low, high = min(x for x, _ in points), max(x for x, _ in points)
-    top = max(y for _, y in points) or 1.0
-    right, base = _WIDTH - 20, _HEIGHT - _BOTTOM
-
-    def x_of(step: float) -> float:
-        return _LEFT + (right - _LEFT) * (step - low) / max(high - low, 1)
-
-    def y_of(value: float) -> float:
-        return base - (base - _TOP) * value / top
-
-    drawn = [
-        f'<line x1="{_LEFT}" x2="{right}" y1="{y_of(v):.1f}" y2="{y_of(v):.1f}" stroke="#ddd"/>'
-        f'<text x="{_LEFT - 8}" y="{y_of(v) + 4:.1f}" text-anchor="end">{v:.3g}</text>'
-        for v in (0.0, top / 2, top)
-    ]
-    for step in sorted({low, (low + high) // 2, high}):
-        drawn.append(f'<text x="{x_of(step):.1f}" y="{base + 16}" text-anchor="middle">{step}</text>')
-    drawn.append(f'<text x="{(_LEFT + right) / 2}" y="{base + 34}" text-anchor="middle">step</text>')
-    drawn += [
-        f'<line x1="{x_of(step):.1f}" x2="{x_of(step):.1f}" y1="{_TOP}" y2="{base}" stroke="#555"'
-        ' stroke-dasharray="4 3"/>'
-        for step in changes
-        if low <= step <= high
-    ]
-    keys = {name: _INKS[i % len(_INKS)] for i, name in enumerate(series)}
-    for name, values in series.items():
-        line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in values)
-        drawn.append(f'<polyline points="{line}" fill="none" stroke="{keys[name]}" stroke-width="1.5"/>')
-    return f"<h2>{title} ({unit})</h2>{_legend(keys)}{_svg(_HEIGHT, drawn)}"
-
-
-def _timeline(lanes: Sequence[Lane]) -> str:
-    """Return a picture of the last steps, with a row of computation and rows of buckets per rank."""
-    whole = max((span.end_ns for lane in lanes for span in lane.spans), default=0)
-    if not whole:
-        return ""
-    right, drawn, top = _WIDTH - 20, [], 0
-    for lane in lanes:
-        drawn.append(f'<text x="0" y="{top + _ROW - 5}">rank {lane.rank}</text>')
-        for span in lane.spans:
-            x, width = (_LEFT + (right - _LEFT) * t / whole for t in (span.start_ns, span.end_ns))
-            drawn.append(
-                f'<rect x="{x:.1f}" y="{top + span.row * _ROW}" width="{max(width - x, 0.5):.1f}"'
-                f' height="{_ROW - 3}" fill="{COLOURS[span.kind]}"><title>{span.name}, step {span.step}:'
-                f" {(span.end_ns - span.start_ns) / _NS_PER_MS:.2f} ms</title></rect>"
-            )
-        top += lane.num_rows * _ROW + 10
-    drawn.append(f'<text x="{_LEFT}" y="{top + 12}">0 ms</text>')
-    drawn.append(f'<text x="{right}" y="{top + 12}" text-anchor="end">{whole / _NS_PER_MS:.1f} ms</text>')
-    legend = _legend({LABELS[kind]: colour for kind, colour in COLOURS.items()})
-    return f"<h2>The last {_NUM_STEPS} steps on one time axis</h2>{legend}{_svg(top + 20, drawn)}"
-
-
-def _legend(keys: Mapping[str, str]) -> str:
-    items = (f'<span class="key" style="background:{ink}"></span>{name}' for name, ink in keys.items())
-    return f"<p>{''.join(items)}</p>"
-
-
-def _svg(height: int, drawn: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">{"".join(drawn)}</svg>'

@@ -1,7 +1,7 @@
 """Training script for timing a start, steps or a failure, which prints the times of events; run as a file.
 
-Its argument is a JSON object with the keywords of `main`. With the strategy "ddp" it does not import this
-package, which is in the folder `package_root`.
+Its argument is a JSON object with the name of a `function` below, by default `train`, and its keywords. With
+the strategy "ddp" it does not import this package, which is in the folder `package_root`.
 """
 
 from __future__ import annotations
@@ -13,100 +13,78 @@ import runpy
 import signal
 import sys
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+# The names of the modules in this folder are common, and could hide others.
+sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
 
 
 def _say(text: str) -> None:
     os.write(1, f"{text}\n".encode())  # one write, so that lines of the ranks do not mix
 
 
-def main(
+def train(
     *,
     strategy: str,
     package_root: str,
     devices: int,
     accelerator: str = "cpu",
     num_steps: int = 1,
-    model: str | None = None,
     fault: str | None = None,
     victim: int = 0,
-    preload: str | None = None,
     fault_step: int = 3,
-    on_failure: Any = None,
+    preload: str | None = None,
+    on_failure: str | None = None,
+    stall_s: float | None = None,
     folder: str | None = None,
     step_s: float = 0.0,
-    stall_s: float | None = None,
-    wait_s: float = 0.0,
-    turns: list[str] | None = None,
-    num_warmup: int = 0,
 ) -> None:
-    """Train, and print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time, and `STEP_SECONDS` with a list.
+    """Train, and print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time.
 
-    Steps of a model of `models.py` are timed. The victim fails once by `fault`, "exception", "kill" or
-    "stop", in step `fault_step` after a wait of `wait_s`. With `on_failure`, or a folder for a checkpoint of
-    each step from which it resumes, all ranks print `COMMIT` with the time, the step and the samples of each
-    batch. Steps last `step_s` until a new rank has joined; rank 0 prints `REGROUP` with the seconds of the
-    recovery. With `turns`, a list of values of `on_failure`, there is one fit for each, with steps on a part
-    of a sample; the list has the mean step of each fit, with its boundaries, after `num_warmup` steps.
+    The victim fails once by `fault`, "exception", "kill" or "stop", in step `fault_step`. With `on_failure`,
+    or a folder for a checkpoint of each step from which it resumes, all ranks print `COMMIT` with the time,
+    the step and the samples of each batch. Steps last `step_s` until a new rank has joined; rank 0 prints
+    `REGROUP` with the seconds of the recovery.
     """
-    models: Any = importlib.import_module("models") if model else None  # "ddp" runs without the package
-    # The names of the modules in this folder are common, and could hide others.
-    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     import pytorch_lightning as pl
     import torch
 
+    chosen: Any = strategy
     if strategy == "custom_ddp":
         sys.path.insert(0, package_root)
         import lightning_ddp
 
-    has_ledger = (on_failure is not None or folder is not None) and not turns
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    place = int(os.environ.get("LOCAL_RANK", "0"))
+        if on_failure is not None:
+            stall_timeout = timedelta(seconds=stall_s) if stall_s is not None else None
+            chosen = lightning_ddp.CustomDDPStrategy(on_failure=on_failure, stall_timeout=stall_timeout)
     if preload:
         runpy.run_path(preload)
-    if model:
-        warnings.filterwarnings("ignore")
-        torch.set_num_threads(1)
+    has_ledger = on_failure is not None or folder is not None
+    is_victim = int(os.environ.get("LOCAL_RANK", "0")) == victim
+    is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     class Probe(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.module = models.build_workload(model, rank=0).module if models else torch.nn.Linear(32, 2)
-            self.seconds: list[float] = []
+            self.module = torch.nn.Linear(32, 2)
             self.step_s = step_s
-
-        def on_train_start(self) -> None:
-            rank = self.global_rank
-            inputs = models.build_workload(model, rank=rank).batch if models else torch.randn(8, 32)
-            self.inputs = (inputs[:1, ..., :8, :8] if turns else inputs).to(self.device)
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_rank == 0 and batch_idx == 0:
                 _say(f"FIRST_BATCH {time.time():.6f}")
-            if models and (batch_idx == num_warmup if turns else True):
-                self.trainer.strategy.barrier()
-                self.started_at = self.now()
-
-        def on_train_end(self) -> None:
-            if turns:
-                self.seconds.append((self.now() - self.started_at) / (num_steps - num_warmup))
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(self.step_s)
-            if fault and self.global_step == fault_step and place == victim and attempt == 0:
-                time.sleep(wait_s)
+            if fault and is_victim and is_first_attempt and self.global_step == fault_step:
                 _say(f"FAULT {time.time():.6f}")
                 if fault != "exception":
                     os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
                 raise ValueError("the fault of this benchmark")
-            return self.module(self.inputs).square().mean()
+            return self.module(torch.randn(8, 32, device=self.device)).square().mean()
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if models and not turns:
-                self.seconds.append(self.now() - self.started_at)
             if has_ledger:
                 ids = " ".join(map(str, batch[:, 0].int().tolist()))
                 _say(f"COMMIT {time.time():.6f} {self.trainer.global_step} {self.global_rank} {ids}")
@@ -116,11 +94,6 @@ def main(
                 self.step_s = 0.0
             if change.new_rank == 0:
                 _say(f"REGROUP {change.seconds:.6f}")
-
-        def now(self) -> float:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return time.perf_counter()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-6)
@@ -132,35 +105,87 @@ def main(
                 _say(f"RANK {trainer.global_rank} RAISED {said}: LEARNED {time.time():.6f}")
 
     callbacks: list[Any] = [Witness()] if fault else []
+    resumed = None
     if folder is not None:
         callbacks.append(pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_last=True))
-    last = Path(folder, "last.ckpt") if folder is not None else None
-    seconds = []
-    for mode in turns or [on_failure]:
-        chosen: Any = strategy
-        if mode is not None:
-            stall_timeout = timedelta(seconds=stall_s) if stall_s is not None else None
-            chosen = lightning_ddp.CustomDDPStrategy(on_failure=mode, stall_timeout=stall_timeout)
-        trainer = pl.Trainer(
-            strategy=chosen,
-            accelerator=accelerator,
-            devices=devices,
-            max_steps=-1 if has_ledger and fault else num_steps,
-            max_epochs=1 if has_ledger and fault else None,
-            logger=False,
-            enable_checkpointing=folder is not None,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=callbacks,
-        )
-        data: Any = torch.arange(float(devices * num_steps)).unsqueeze(1)  # a tensor has length and items
-        resumed = str(last) if last is not None and last.exists() else None
-        probe = Probe()
-        trainer.fit(probe, torch.utils.data.DataLoader(data), ckpt_path=resumed)
-        seconds += probe.seconds
+        last = Path(folder, "last.ckpt")
+        resumed = str(last) if last.exists() else None
+    options: dict[str, Any] = {"strategy": chosen, "accelerator": accelerator, "callbacks": callbacks}
+    options["enable_checkpointing"] = folder is not None
+    _fit(Probe(), devices, num_steps, resumed=resumed, **options)
+
+
+def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = None, **options: Any) -> Any:
+    """Train on numbered samples, one per rank and step; return the Trainer."""
+    import pytorch_lightning as pl
+    import torch
+
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(devices=devices, max_epochs=1, **quiet, **options)
+    data: Any = torch.arange(float(devices * num_steps)).unsqueeze(1)  # a tensor has length and items
+    trainer.fit(module, torch.utils.data.DataLoader(data), ckpt_path=resumed)
+    return trainer
+
+
+def time_import(*, package_root: str) -> None:
+    """Print `IMPORTED` with the seconds of the import of Lightning alone, and of both packages."""
+    sys.path.insert(0, package_root)
+    start = time.perf_counter()
+    importlib.import_module("pytorch_lightning")
+    between = time.perf_counter()
+    importlib.import_module("lightning_ddp")
+    _say(f"IMPORTED {json.dumps([between - start, time.perf_counter() - start])}")
+
+
+def time_fits(
+    *, turns: list[str], package_root: str, devices: int, num_steps: int, num_warmup: int, model: str
+) -> None:
+    """Print `STEP_SECONDS` with the mean step of one fit for each value of `on_failure` in `turns`.
+
+    The steps, of a model of `models.py` on a part of a sample, are timed with their boundaries, after the
+    first `num_warmup`.
+    """
+    import pytorch_lightning as pl
+    import torch
+
+    sys.path.insert(0, package_root)
+    import lightning_ddp
+    from lightning_ddp.tools.models import build_workload, compute_loss
+
+    torch.set_num_threads(1)
+    seconds: list[float] = []
+
+    class Timed(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = build_workload(model, rank=0).module
+
+        def on_train_start(self) -> None:
+            self.inputs = build_workload(model, rank=self.global_rank).batch[:1, ..., :8, :8]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == num_warmup:
+                self.trainer.strategy.barrier()
+                self.started_at = time.perf_counter()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return compute_loss(self.module(self.inputs))
+
+        def on_train_end(self) -> None:
+            seconds.append((time.perf_counter() - self.started_at) / (num_steps - num_warmup))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    for mode in turns:
+        strategy = lightning_ddp.CustomDDPStrategy(on_failure=mode)
+        options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "enable_checkpointing": False}
+        trainer = _fit(Timed(), devices, num_steps, **options)
     if trainer.global_rank == 0:
         _say(f"STEP_SECONDS {json.dumps(seconds)}")
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    given = json.loads(sys.argv[1])
+    functions: dict[str, Any] = {"train": train, "time_fits": time_fits, "time_import": time_import}
+    functions[given.pop("function", "train")](**given)

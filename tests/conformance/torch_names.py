@@ -6,9 +6,10 @@ wrapper are in the package itself (`lightning_ddp/ddp/module.py`).
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
-from lightning_ddp.comm.gather_scatter import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.ddp.bucket import sparse_parameters
+from lightning_ddp.ddp.gradient_errors import BackwardFailures
+from lightning_ddp.ddp.layout import BucketLayout
 from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.module_checks import trainable_parameters
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.errors import BackwardOrderError, ConfigurationError
+from lightning_ddp.telemetry.step_record import StepRecord
 
 _DTYPE_NAMES = {
     "float32": "float",
@@ -50,14 +54,9 @@ _BACKEND_VARIABLES = {
         "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
     },
 }
-_MOMENTS = {
-    "forward_compute_time_start": "forward_start",
-    "backward_compute_time_start": "backward_start",
-    "backward_comm_time_start": "comm_start",
-    "backward_compute_time_end": "backward_end",
-    "backward_comm_time_end": "comm_end",
-}
 _GLOO_THREADS = 2
+_NUM_FIRST = 10
+_MOST_STEPS = 10_000
 _BROADCAST_BYTES = 250 * 1024 * 1024
 
 
@@ -86,7 +85,7 @@ class OfWrapper:
                 setattr(tensor, IS_IGNORED, True)
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        named = trainable_parameters(self.module, self.parameters_to_ignore, may_be_none=True)
+        named = trainable_parameters(self.module, self.parameters_to_ignore)
         sparse = sparse_parameters(self.module.modules())
         return [p for _, p in named], [id(p) in sparse for _, p in named]
 
@@ -163,12 +162,12 @@ class OfWrapper:
         """Nothing to set: outputs are handed on as they are, never cloned."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        with self._errors_noted():
-            if sample_rate < 1:
-                raise ConfigurationError(
-                    f"DDP runtime logging sample rate {sample_rate}: it should be equal or greater than 1"
-                )
-            self.reducer.recorder.sample_rate = sample_rate
+        if sample_rate < 1:
+            raise ConfigurationError(
+                f"DDP runtime logging sample rate {sample_rate}: it should be equal or greater than 1"
+            )
+        _told(self)["sample_rate"] = sample_rate
+        _times(self)
 
     @property
     def _authoritative_rank(self) -> int | None:
@@ -182,45 +181,104 @@ class OfWrapper:
         return _logger_for(self)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        reducer, recorder, data = self.reducer, self.reducer.recorder, self.logging_data()
-        error = data.pop("error") or _errors_of_logger(self)
-        hook = data.pop("comm_hook")
-        torch_data = {
-            k: int(v) if isinstance(v, bool) else v for k, v in data.items() if not k.endswith("_s")
-        }
-        torch_data.update(
-            device_ids=", ".join(map(str, data["device_ids"] or ())),
-            output_device=-1 if data["output_device"] is None else data["output_device"],
-            gradient_as_bucket_view=int(self.asked_for_views),
-            bucket_sizes=", ".join(map(str, data["bucket_sizes"])),
-            dtypes=", ".join(sorted(_DTYPE_NAMES.get(name, name) for name in data["dtypes"])),
-            iteration=recorder.last_timed[0] if recorder.last_timed is not None else 0,
+        group, reducer, told = self._group, self.reducer, _told(self)
+        params, hook, backend = reducer.layout.params, reducer.reduction.hook, group.backend(self.device)
+        error = told.get("error") or _errors_of_logger(self)
+        modules = list(self.module.modules())
+        data = {
+            "module_name": type(self.module).__name__,
+            "rank": group.rank,
+            "world_size": group.size,
+            "backend_name": backend,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "is_multi_device_module": int(len({p.device for p in params}) > 1),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "static_graph": int(self.static_graph),
+            "gradient_as_bucket_view": int(told["asked_for_views"]),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": told["bucket_sizes"],
+            "dtypes": ", ".join(sorted({_DTYPE_NAMES[str(p.dtype).removeprefix("torch.")] for p in params})),
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
+            "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules)),
+            "join_uneven_inputs": int(told.get("has_joined", False)),
+            "has_rebuilt_buckets": int(reducer.has_rebuilt),
+            "num_buckets_reduced": told.get("num_reduced", 0),
+            "unused_parameter_size": sum(
+                params[i].numel() * params[i].element_size() for i in told.get("absent", ())
+            ),
+            "iteration": 0,
             **_variables(_VARIABLES),
-            **_variables(_BACKEND_VARIABLES.get(data["backend_name"], {})),
-        )
-        if data["backend_name"] == "gloo":
-            torch_data["gloo_num_threads"] = _GLOO_THREADS
+            **_variables(_BACKEND_VARIABLES.get(backend, {})),
+        }
+        if backend == "gloo":
+            data["gloo_num_threads"] = _GLOO_THREADS
         if hook is not None:
-            torch_data["comm_hook"] = hook
+            data["comm_hook"] = getattr(hook, "__qualname__", type(hook).__name__)
         if error:
-            torch_data.update(has_error=1, error=error)
+            data.update(has_error=1, error=error)
         if reducer.has_rebuilt:
-            torch_data.update(
-                rebuilt_bucket_sizes=", ".join(map(str, data["rebuilt_bucket_sizes"])),
-                rebuilt_per_bucket_param_indices=", ".join(
-                    " ".join(map(str, bucket.spec.indices)) for bucket in reducer.buckets
-                ),
-                prev_iteration_grad_ready_order_indices=", ".join(map(str, reducer.order)),
+            data["rebuilt_bucket_sizes"] = _bucket_sizes(reducer)
+            order = vars(reducer.layout)["order"]
+            data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
+            data["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, bucket.spec.indices)) for bucket in reducer.buckets
             )
-        if recorder.last_timed is not None:
-            torch_data["can_set_static_graph"] = int(reducer.is_absent_static)
-            _, step = recorder.last_timed
-            for phase, mean_ns in recorder.mean_ns.items():
-                torch_data[f"{phase}_time"] = step.phase_ns(phase)
-                torch_data[f"avg_{phase}_time"] = int(mean_ns)
-            for name, moment in _MOMENTS.items():
-                torch_data[name] = getattr(step, moment)
-        return torch_data
+        return {**data, **_times(self)}
+
+
+def _told(wrapper: Any) -> dict[str, Any]:
+    """What the functions below have noted of a wrapper."""
+    told: dict[str, Any] = wrapper.__dict__.setdefault("_told_to_torch", {})
+    return told
+
+
+def _bucket_sizes(reducer: Reducer) -> str:
+    return ", ".join(str(b.spec.numel * b.spec.dtype.itemsize) for b in reducer.buckets)
+
+
+def _times(wrapper: Any) -> dict[str, int]:
+    """Times of the last timed step and their means; the first call begins to record them.
+
+    Steps count from 1. The first ten are timed, and one in the sample rate; torch publishes the figures of a
+    step with the forward after it.
+    """
+    recorder, rate = wrapper.reducer.recorder, _told(wrapper).get("sample_rate", 100)
+    if not recorder.records.maxlen:
+        recorder.start(_MOST_STEPS)
+    published = [(record.step + 1, record) for record in list(recorder.records)[:-1]]
+    timed = [(n, record) for n, record in published if n <= _NUM_FIRST or n % rate == 0]
+    if not timed:
+        return {}
+    (number, last), lengths = timed[-1], [_lengths(record) for _, record in timed]
+    return {
+        "iteration": number,
+        "can_set_static_graph": int(_is_static(wrapper.reducer)),
+        **lengths[-1],
+        **{f"avg_{name}": sum(each[name] for each in lengths) // len(lengths) for name in lengths[-1]},
+        "forward_compute_time_start": last.forward_start,
+        "backward_compute_time_start": last.backward_start,
+        "backward_comm_time_start": last.buckets[0].launched,
+        "backward_compute_time_end": last.backward_end,
+        "backward_comm_time_end": last.comm_end,
+    }
+
+
+def _lengths(step: StepRecord) -> dict[str, int]:
+    """Durations of the parts of a step in nanoseconds."""
+    launched = step.buckets[0].launched
+    return {
+        "forward_compute_time": step.backward_start - step.forward_start,
+        "backward_compute_time": step.backward_end - step.backward_start,
+        "backward_comm_time": step.comm_end - launched,
+        "backward_compute_comm_overlap_time": max(0, step.backward_end - launched),
+    }
+
+
+def _is_static(reducer: Any) -> bool:
+    return bool(vars(reducer).get("_is_absent_static", True))
 
 
 def _variables(names: dict[str, str]) -> dict[str, str]:
@@ -250,7 +308,7 @@ class OfReducer:
     """Names that `Reducer` gets."""
 
     def _ddp_graph_static(self) -> bool:
-        return bool(self.is_absent_static)
+        return _is_static(self)
 
     def _get_local_used_map(self) -> torch.Tensor:
         counts: torch.Tensor = self._gradients._sums[:-1]
@@ -271,3 +329,62 @@ for _kind, _names in ((BucketedDDP, OfWrapper), (Reducer, OfReducer)):
     for _name, _value in vars(_names).items():
         if not _name.startswith("__"):
             setattr(_kind, _name, _value)
+
+
+# ---------------------------------------------------------------------- what is noted for the logging data
+
+
+def _around(kind: type, name: str, note: Callable[..., None]) -> None:
+    """Let a method of a class call `note(self, result, *arguments)` when it is done, or with its error."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def noting(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            result = method(self, *arguments, **keywords)
+        except Exception as error:
+            note(self, error, *arguments, **keywords)
+            raise
+        note(self, result, *arguments, **keywords)
+        return result
+
+    setattr(kind, name, noting)
+
+
+def _note_construction(wrapper: Any, result: Any, *arguments: Any, **keywords: Any) -> None:
+    if result is None:
+        asked = bool(keywords.get("gradient_as_bucket_view"))
+        _told(wrapper).update(asked_for_views=asked, bucket_sizes=_bucket_sizes(wrapper.reducer))
+        vars(wrapper.reducer.failures)["told"] = vars(wrapper.reducer)["told"] = _told(wrapper)
+
+
+def _note_error(owner: Any, result: Any, *_arguments: Any, **_keywords: Any) -> None:
+    told = _told(owner) if isinstance(owner, BucketedDDP) else vars(owner).get("told", {})
+    if isinstance(result, Exception):
+        told["error"] = str(result)
+
+
+def _note_join(wrapper: Any, _result: Any, **_keywords: Any) -> None:
+    _told(wrapper)["has_joined"] = True
+
+
+def _note_backward(reducer: Any, _result: Any, state: Any) -> None:
+    absent, before = frozenset(reducer._gradients.absent()), vars(reducer).get("_absent_before")
+    vars(reducer)["_is_absent_static"] = _is_static(reducer) and before in (None, absent)
+    vars(reducer)["_absent_before"] = absent
+    num_reduced = sum(not bucket.is_skipped and bucket.flat.numel() > 0 for bucket in reducer.buckets)
+    vars(reducer).get("told", {}).update(absent=absent, num_reduced=num_reduced)
+
+
+def _note_plan(layout: Any, _result: Any, order: Sequence[int]) -> None:
+    vars(layout)["order"] = list(order)
+
+
+_around(BucketedDDP, "__init__", _note_construction)
+_around(BucketedDDP, "join_hook", _note_join)
+_around(Reducer, "_close_buckets", _note_backward)
+_around(BucketLayout, "plan", _note_plan)
+for _name in ("register_comm_hook", "_set_static_graph", "_set_ddp_runtime_logging_sample_rate"):
+    _around(BucketedDDP, _name, _note_error)
+for _name in ("check_usable", "missing", "ready_twice", "freed_gradient"):
+    _around(BackwardFailures, _name, _note_error)

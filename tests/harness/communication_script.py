@@ -21,7 +21,6 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,7 +33,6 @@ POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}
 RESUMED: dict[str, dict[str, Any]] = {
     "powersgd": {"ddp_comm_hook": POWERSGD},
     "bf16_topk": {"ddp_comm_hook": ["bf16", {"name": "topk", "ratio": 0.1}], "bucket_cap_mb": 0.001},
-    "randomk": {"ddp_comm_hook": {"name": "randomk", "ratio": 0.1}},
     "sign": {"ddp_comm_hook": "sign"},
     "post_local_sgd": {"model_averaging": {"name": "post_local_sgd", "start_step": 2, "period": 3}},
     "node": {
@@ -46,19 +44,9 @@ RESUMED: dict[str, dict[str, Any]] = {
         },
         "ddp_comm_hook": "sign",
     },
-    "hierarchical_sgd": {"model_averaging": {"name": "hierarchical_sgd", "periods": {3: 0}}},
-    "slowmo": {"model_averaging": {"name": "slowmo", "start_step": 2, "period": 3}},
     "diloco": {"model_averaging": {"name": "diloco", "period": 3, "encoding": "int8"}},
     "streaming_diloco": {
         "model_averaging": {"name": "streaming_diloco", "period": 6, "num_fragments": 2, "delay": 2}
-    },
-    "average": {
-        "model_averaging": {
-            "name": "post_local_sgd",
-            "start_step": 0,
-            "period": 3,
-            "optimizer_state": "average",
-        }
     },
     "scaled": {"model_averaging": {"name": "post_local_sgd", "start_step": 1, "period": 3}},
 }
@@ -213,29 +201,11 @@ def resume(folder: Path, name: str) -> dict[str, Any]:
     return {"undisturbed": undisturbed, "resumed": resumed}
 
 
-def lightning_spelling(folder: Path) -> dict[str, Any]:
-    """Post-local SGD as one writes it for Lightning's strategy, beside this package's own spelling."""
-
-    state = post_localSGD_hook.PostLocalSGDState(
-        process_group=None, subgroup=None, start_localSGD_iter=2, post_local_gradient_allreduce=False
-    )
-    theirs = train(
-        folder / "theirs",
-        ddp_comm_state=state,
-        ddp_comm_hook=post_localSGD_hook.post_localSGD_hook,
-        model_averaging_period=3,
-    )
-    ours = train(folder / "ours", **RESUMED["post_local_sgd"])
-    return {"theirs": theirs, "ours": ours, "iter": state.iter}
-
-
 def main() -> None:
     case, folder = sys.argv[1], Path(sys.argv[2])
     answer: dict[str, Any]
     if case == "resumed":
         answer = {name: resume(folder / name, name) for name in RESUMED}
-    elif case == "lightning":
-        answer = lightning_spelling(folder)
     elif case == "plain":
         averaging = {"name": "post_local_sgd", "start_step": 2, "period": 2}
         answer = {
@@ -251,18 +221,10 @@ def main() -> None:
     elif case == "different":
         hook = ["fp16", "bf16"][int(os.environ.get("LOCAL_RANK", "0"))]
         answer = train(folder, ddp_comm_hook=hook)
-    elif case == "shape":
-        answer = train(folder, ddp_comm_hook=wrong_shape)
     else:
         raise SystemExit(f"no case {case!r}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.save(answer, folder / f"result.{rank}")
-
-
-def wrong_shape(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer()[1:])
-    return future
 
 
 if __name__ == "__main__":

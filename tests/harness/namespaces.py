@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import select
 import struct
-import subprocess
 import threading
 import time
 from collections import deque
@@ -17,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.namespaces import enter, ip
+
 NAMESPACES = tuple(f"lddp{os.getpid()}n{node}" for node in range(2))
 """Names of their own for each process: tests of several checkouts may run at the same time."""
 INTERFACES = tuple(f"ld{os.getpid()}v{node}" for node in range(2))
@@ -24,17 +25,12 @@ ADDRESSES = ("10.197.31.1", "10.197.31.2")
 ADDRESSES_6 = ("fd97:31::1", "fd97:31::2")
 
 
-def ip(*words: str) -> None:
-    """Runs the command `ip`."""
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 def can_shape_links() -> bool:
     """Whether this process may make namespaces and links (root, iproute2)."""
     name = f"lddp{os.getpid()}try"
     try:
         ip("netns", "add", name)
-    except (OSError, subprocess.CalledProcessError):
+    except ToolError:
         return False
     ip("netns", "del", name)
     return True
@@ -86,10 +82,7 @@ class Link:
 
 
 def _open_tun(end: int) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/var/run/netns/{NAMESPACES[end]}") as namespace:
-        if libc.setns(namespace.fileno(), 0) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
+    enter(NAMESPACES[end])
     tun_set_interface, is_tun, no_header = 0x400454CA, 0x0001, 0x1000
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     request = struct.pack("16sH22x", INTERFACES[end].encode(), is_tun | no_header)
@@ -107,7 +100,7 @@ def two_namespaces_with_link() -> Iterator[Link]:
             link = Link()
             _set_addresses()
             link.start()
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, ToolError) as error:
             pytest.skip(f"no network namespaces with tun devices here: {error}")
         yield link
     finally:
@@ -121,7 +114,7 @@ def two_namespaces() -> Iterator[None]:
     """Makes both and the link; skips the test, with the reason, where that is not permitted."""
     try:
         _make()
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, ToolError) as error:
         _remove()
         pytest.skip(f"no network namespaces here: {error}")
     try:
@@ -146,12 +139,12 @@ def _make_namespaces() -> None:
 def _set_addresses() -> None:
     for name, interface, *addresses in zip(NAMESPACES, INTERFACES, ADDRESSES, ADDRESSES_6, strict=True):
         ip("-n", name, "addr", "add", f"{addresses[0]}/24", "dev", interface)
-        with contextlib.suppress(subprocess.CalledProcessError):  # a kernel without IPv6
+        with contextlib.suppress(ToolError):  # a kernel without IPv6
             ip("-n", name, "addr", "add", f"{addresses[1]}/64", "dev", interface, "nodad")
         ip("-n", name, "link", "set", interface, "up")
 
 
 def _remove() -> None:
     for name in NAMESPACES:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        with contextlib.suppress(ToolError):
             ip("netns", "del", name)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ PAUSES = {"sleep": time.sleep, "keep the GIL": lambda seconds: ctypes.PyDLL(None
 
 
 def place() -> int:
-    """The rank that this process had at first; -1 for one that only waits for its ranks."""
+    """The first rank of this process; -1 for one that only waits for its ranks."""
     if "LOCAL_RANK" not in os.environ and "start_method" in ORDER.get("strategy", {}):
         return -1
     node_rank, local_rank = (int(os.environ.get(name, "0")) for name in ("NODE_RANK", "LOCAL_RANK"))
@@ -90,12 +91,6 @@ def ask_to_leave(name: str) -> None:
     if "is asked" not in NOTED:
         note(event="is asked", generation=generation())
         os.kill(os.getpid(), getattr(signal, name))
-
-
-def has_fault(moment: str, step: int) -> bool:
-    """Whether this is the moment of this place's fault."""
-    faults = ORDER.get("faults", [])
-    return any((f["place"], f["moment"], f["step"]) == (place(), moment, step) for f in faults)
 
 
 def generation() -> int:
@@ -166,7 +161,6 @@ class Chaos(threading.Thread):
         self.raises = False
 
     def run(self) -> None:
-        """In the thread."""
         time.sleep(self._random.expovariate(1 / (ORDER["chaos"]["mean_s"] * ORDER["devices"])))
         kind = self._random.choice(["kill", "kill", "stop", "exit", "raise"])
         with (FOLDER / "begun").open() as turns:
@@ -206,9 +200,7 @@ def note(**entry: Any) -> None:
 
 def of_device(tensor: Tensor) -> Tensor:
     """On the CPU, without a word of it to the checker of simulated devices."""
-    if not tensor.is_cuda:
-        return tensor
-    with simcuda.unchecked():
+    with simcuda.unchecked() if tensor.is_cuda else nullcontext():
         return tensor.cpu()
 
 
@@ -224,8 +216,7 @@ def hash_of(tensors: Any) -> str:
 def state_before(trainer: Any, module: Any) -> dict[str, Any]:
     """What a step changes and has to find again when it is done again."""
     loop, hook = trainer.fit_loop.epoch_loop, trainer.strategy._communication.hook
-    remembered = hook.state_dict() if hook is not None else {}
-    tensors = remembered.get("tensors", {})
+    hook_step = hook.state_dict().get("step") if hook is not None else None
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         "random": hash_of([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if ON_DEVICE else [])]),
@@ -236,10 +227,7 @@ def state_before(trainer: Any, module: Any) -> dict[str, Any]:
             key: [float(x) for x in metric.metric_state.values()] for key, metric in loop._results.items()
         },
         "counters": [dict(vars(counter)) for counter in loop_counters(trainer)],
-        "hook": [
-            remembered.get("step"),
-            hash_of(tensors[n][k] for n in sorted(tensors) for k in sorted(tensors[n])),
-        ],
+        "hook": [hook_step, hash_of_hook(hook, shared=False)],
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
@@ -250,12 +238,11 @@ def is_repeated(trainer: Any) -> bool:
     return lockstep is not None and lockstep.turn.is_replay
 
 
-def shared_of_hook(trainer: Any) -> str:
-    """What the hook remembers that is the same on all ranks."""
-    hook = trainer.strategy._communication.hook
+def hash_of_hook(hook: Any, *, shared: bool) -> str:
+    """Of the tensors that a hook remembers, or of those alone that are the same on all ranks."""
     tensors = hook.state_dict().get("tensors", {}) if hook is not None else {}
-    shared = getattr(hook, "shared_keys", frozenset())
-    return hash_of(tensors[n][k] for n in sorted(tensors) for k in sorted(tensors[n]) if k in shared)
+    keys = [(name, key) for name in sorted(tensors) for key in sorted(tensors[name])]
+    return hash_of(tensors[name][key] for name, key in keys if not shared or key in hook.shared_keys)
 
 
 class Samples(Dataset[Any]):
@@ -436,7 +423,7 @@ class Ledger(pl.Callback):
             ids=batch[1].tolist(),
             repeats=is_repeated(trainer),
             before=state_before(trainer, module),
-            hook=shared_of_hook(trainer),
+            hook=hash_of_hook(trainer.strategy._communication.hook, shared=True),
         )
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -466,8 +453,7 @@ class Ledger(pl.Callback):
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         note(event="weighs", step=trainer.global_step, weights=weights_of(trainer, module))
 
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        note(event="weighs", step=trainer.global_step, weights=weights_of(trainer, module))
+    on_validation_end = on_validation_start
 
     def on_world_changed(self, trainer: Any, module: Any, change: Any) -> None:
         note(
@@ -541,15 +527,10 @@ def outer_state(trainer: Any) -> str:
     return hash_of(value for name in sorted(outer) for value in outer[name].values())
 
 
-def average_of(callback: Any) -> list[Tensor]:
-    """The parameters that a callback for moving averages has."""
-    model = getattr(callback, "_average_model", None)
-    return [] if model is None else list(model.parameters())
-
-
 def weights_of(trainer: Any, module: Any) -> list[str]:
-    """Hashes of the model, and of averages that a callback has."""
-    averages = [average for callback in trainer.callbacks for average in average_of(callback)]
+    """Hashes of the model, and of moving averages that a callback has."""
+    models = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+    averages = [average for model in models if model is not None for average in model.parameters()]
     return [hash_of(module.state_dict().values()), hash_of(averages)]
 
 
@@ -572,25 +553,23 @@ class MeetingStore(dist.Store):
         self.store, self.step = store, step
 
     def set(self, key: str, value: Any) -> None:
-        """Says where this rank is reached."""
         self.die_if("before it can be reached")
         self.store.set(key, value)
         self.die_if("once it could be reached")
 
     def get(self, key: str) -> Any:
-        """Where another one is."""
         note(event="waits", generation=generation())
         return self.store.get(key)
 
     def wait(self, keys: Any, *timeout: Any) -> None:
-        """The same."""
         note(event="waits", generation=generation())
         self.store.wait(keys, *timeout)
 
     def die_if(self, moment: str) -> None:
         """The fault, when all others have come."""
         deadline = time.monotonic() + 60
-        if has_fault(moment, self.step):
+        faults = [(fault["place"], fault["moment"], fault["step"]) for fault in ORDER["faults"]]
+        if (place(), moment, self.step) in faults:
             while len(self.waiting()) < len(job_context().control.calls.state.members) - 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
@@ -617,7 +596,6 @@ class Strategy(lightning_ddp.CustomDDPStrategy):
 
 
 def new_trainer() -> pl.Trainer:
-    """As the order says."""
     stall_timeout = timedelta(seconds=ORDER["stall_s"]) if "stall_s" in ORDER else None
     saving = []
     if "checkpoints" in ORDER:
@@ -660,7 +638,6 @@ class InTurn(DistributedSampler[Any]):
 
 
 def new_loader(data: Any) -> DataLoader[Any]:
-    """Of training."""
     how = {"sampler": Drawn(data)} if "draws" in ORDER else {"shuffle": True}
     if ORDER.get("deals") == "in turn":
         place_count = int(ORDER.get("devices", 4))
@@ -685,18 +662,12 @@ def main() -> None:
     evaluated = DataLoader(Samples(), batch_size=4) if ORDER.get("validates") else None
     if "hooks" in ORDER:
 
-        def prepare(make: Any) -> Any:
-            die_if(f"{make.__name__} dataloader", 0)
+        def prepare(name: str, make: Any) -> Any:
+            die_if(f"{name} dataloader", 0)
             return make()
 
-        def train() -> Any:
-            return new_loader(data)
-
-        def val() -> Any:
-            return DataLoader(Samples(), batch_size=4)
-
-        model.train_dataloader = lambda: prepare(train)
-        model.val_dataloader = lambda: prepare(val)
+        model.train_dataloader = lambda: prepare("train", lambda: new_loader(data))
+        model.val_dataloader = lambda: prepare("val", lambda: DataLoader(Samples(), batch_size=4))
         loader = evaluated = None
     try:
         trainer.fit(model, loader, evaluated, ckpt_path=ORDER.get("resumes"))

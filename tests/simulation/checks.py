@@ -37,7 +37,8 @@ class Checks:
 
     def _lost(self, process: Any, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
         """In the place of `JobState.lose`."""
-        newest = self._world.reports.get(process.identity.pid)
+        known = self._world.process_of(process.identity)
+        newest = None if known is None else self._world.reports.get(known.pid)
         has_said = newest is not None and newest.phase is RankPhase.ENDED
         is_lost: bool = self._lose(process, record, now, has_ended=has_ended)
         if is_lost and has_said:
@@ -50,7 +51,7 @@ class Checks:
         """After each event of the server."""
         job = self._job
         self.no_released_lives_on()
-        if job.phase in (JobPhase.RUNNING, JobPhase.HOLDING, JobPhase.STOPPING):
+        if job.phase in (JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase.STOPPING):
             self._whole = job.generation
         now, processes = self._world.kernel.now, self._world.processes.values()
         held = [p for p in processes if p.is_held and p.is_alive]
@@ -115,7 +116,7 @@ class Checks:
     def reason(self, first: FailureRecord) -> None:
         """Whether the run had to end."""
         text, world = first.message, self._world
-        process = world.processes.get(first.pid or 0)
+        process = world.process_of(first)
         is_good = (
             (
                 "bad sample" in text

@@ -37,10 +37,9 @@ class Connections:
     def send(self, peer: Peer, message: Message) -> None:
         self._world.to_rank(peer, message)
 
-    def send_all(self, messages: list[Message]) -> None:
-        for message in messages:
-            for peer in list(self.peers):
-                self.send(peer, message)
+    def send_all(self, message: Message) -> None:
+        for peer in list(self.peers):
+            self.send(peer, message)
 
     def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
         self.peers[peer] = None

@@ -189,6 +189,8 @@ def _with_more(plan: Plan, style: str) -> Plan:
     if draw.random() < 0.1:
         more.append(Fault(kind="raise", at_s=0.01, after="Start", place=draw.choice(places)))
     most = draw.choice((1, 2, 3)) if draw.random() < 0.15 else plan.max_recoveries
+    if any(fault.kind == "cut" for fault in plan.faults) and draw.random() < 0.5:  # before it connects
+        more.append(Fault(kind="kill", at_s=0.03 * draw.random(), after="started", place=3))
     return replace(plan, max_recoveries=most, faults=(*plan.faults, *more))
 
 

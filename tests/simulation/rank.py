@@ -6,7 +6,7 @@ The main thread is a generator: it yields what it waits for, and is resumed or i
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning_ddp.supervise.protocol as protocol
@@ -70,7 +70,8 @@ class Process:
 
     Args:
         world: that it is in.
-        pid: its own; never used again.
+        pid: its own in this world; never used again.
+        seen_pid: the one that its machine gives it, perhaps a second time after the node was lost.
         place: its place.
         node: of that.
         start: which one in its place it is, if it is to join; None for a first one.
@@ -78,10 +79,18 @@ class Process:
     """
 
     def __init__(
-        self, world: World, pid: int, place: int, node: int, *, start: int | None, is_launcher: bool
+        self,
+        world: World,
+        pid: int,
+        place: int,
+        node: int,
+        *,
+        seen_pid: int,
+        start: int | None,
+        is_launcher: bool,
     ) -> None:
         self.world, self.kernel, self.pid, self.node = world, world.kernel, pid, node
-        self.place, self.is_launcher = place, is_launcher
+        self.place, self.is_launcher, self.seen_pid = place, is_launcher, seen_pid
         self.start_number, self.is_new = start, start is not None
         self.state = RankState(place, is_new=self.is_new)
         self.lane = f"p{pid}"
@@ -133,7 +142,13 @@ class Process:
 
     @property
     def identity(self) -> Identity:
-        return Identity(rank=self.place, node_rank=self.node, host=f"node{self.node}", pid=self.pid)
+        return Identity(
+            rank=self.place,
+            node_rank=self.node,
+            host=f"node{self.node}",
+            pid=self.seen_pid,
+            start=self.start_number,
+        )
 
     @property
     def committed(self) -> int:
@@ -189,7 +204,7 @@ class Process:
             self.post_news()
 
     def sigterm(self) -> None:
-        """As `FailureHandler._requested_by` answers it; `WaitSignals` ends one that waits for others."""
+        """As `FailureHandler._requested_by` answers it; one that waits for others is ended by the kernel."""
         if not self.state.has_met:
             self.post(protocol.Failed(FailureRecord.of_identity(self.identity, "SIGTERM before all had met")))
             self.end(143)
@@ -255,8 +270,7 @@ class Process:
     def report_now_and_then(self) -> None:
         if self.is_alive and self.is_connected and not self.is_deaf:
             self.post_news(is_due=True)
-            period = 1.0 if self.state.order is None else self.state.order.period_s
-            self.kernel.at(self.kernel.now + period, self.report_now_and_then)
+            self.kernel.at(self.kernel.now + self.state.order.period_s, self.report_now_and_then)
 
     # ------------------------------------------------------------------ the main thread
 
@@ -398,7 +412,7 @@ class Process:
         self.post_news()
 
     def _ranked(self) -> Identity:
-        return Identity(rank=self.state.rank, node_rank=self.node, host=f"node{self.node}", pid=self.pid)
+        return replace(self.identity, rank=self.state.rank)
 
     def _script(self) -> Main:
         yield from self._sleep(0.05)  # imports

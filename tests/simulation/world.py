@@ -101,6 +101,8 @@ class World:
         self._num_all_ended = 0
         self._asked: dict[int, list[int]] = {}
         """Place -> process ids of those that were started there, in turn."""
+        self._num_started_on: Counter[int] = Counter()
+        """Node -> how many processes were started there since its machine was."""
         self._parents: dict[int, Process] = {}
         """Process id -> the launcher that has started it, on another node than the server's."""
         self._timer_at: float | None = None
@@ -254,7 +256,10 @@ class World:
 
     def _start(self, place: int, start: int | None, *, is_launcher: bool) -> None:
         pid = 100 + len(self.processes)
-        process = Process(self, pid, place, self.node_of(place), start=start, is_launcher=is_launcher)
+        node = self.node_of(place)
+        self._num_started_on[node] += 1
+        seen_pid = 1000 * node + self._num_started_on[node] if node else pid  # the first node never returns
+        process = Process(self, pid, place, node, seen_pid=seen_pid, start=start, is_launcher=is_launcher)
         if (parent := self.launcher_of(process.node)) is not None and not is_launcher:
             self._parents[pid] = parent
         self.processes[pid] = process
@@ -262,6 +267,11 @@ class World:
             self._asked.setdefault(place, []).append(pid)
         self.kernel.note(lambda: f"{process} is started")
         process.start()
+
+    def process_of(self, who: Identity | FailureRecord) -> Process | None:
+        """The last process that was known by a node and a process id."""
+        known = (p for p in reversed(self.processes.values()) if p.node == who.node_rank)
+        return next((p for p in known if p.seen_pid == who.pid), None)
 
     def launcher_of(self, node: int) -> Process | None:
         return next(
@@ -293,6 +303,8 @@ class World:
         if node and self.launcher_of(node) is None:
             return
         self._start(place, number, is_launcher=False)
+        if node:
+            self.occurs("started")
 
     def connect(self, process: Process) -> None:
         if not self.has_server or process.node in self.isolated:
@@ -300,7 +312,7 @@ class World:
             return
         peer = Peer(Socket())  # type: ignore[arg-type]
         self.peers[process.pid], self._pid_of[peer] = peer, process.pid
-        hello = protocol.Hello("t", process.identity, process.start_number, process.is_launcher)
+        hello = protocol.Hello("t", process.identity, process.is_launcher)
         self.later(process.lane + ">", 0.001, lambda: self._greets(process, peer, hello))
 
     def _greets(self, process: Process, peer: Peer, hello: Message) -> None:
@@ -560,6 +572,7 @@ class World:
             if process.node == node:
                 process.end(-9)
         self.isolated.discard(node)
+        self._num_started_on[node] = 0
         if self.plan.replaces and not self.is_failing and self.has_server and not self._is_over:
             place = next(p for p in range(self.plan.num_ranks) if self.node_of(p) == node)
             self._start(place, 0, is_launcher=True)
@@ -653,7 +666,7 @@ class World:
                 wait = process._wait
                 lines.append(
                     f"{process}: {process.state.phase.value}, generation {process.state.generation}, step"
-                    f" {process.committed}, order {process.state.order and process.state.order.task.value},"
+                    f" {process.committed}, order {process.state.task.value},"
                     f" {'frozen, ' if process.is_frozen else ''}"
                     f"{'deaf, ' if process.is_deaf else ''}waits {wait is not None}"
                 )

@@ -9,13 +9,13 @@ _USUAL = gc.get_threshold()
 
 
 def restore() -> None:
-    """Gives the collector its thresholds back, unless somebody has set others meanwhile."""
+    """Give the collector its thresholds back, unless somebody has set others meanwhile."""
     if gc.get_threshold() == _RARE:
         gc.set_threshold(*_USUAL)
 
 
 def _leave_search_path() -> None:
-    """This process, and those that it starts, find modules as if this folder had never been there."""
+    """Let this process, and those that it starts, find modules as if this folder had never been there."""
     folder = os.path.dirname(__file__)
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     first, _, rest = os.environ.get("PYTHONPATH", "").partition(os.pathsep)

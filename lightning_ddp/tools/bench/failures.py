@@ -21,23 +21,21 @@ import re
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
-from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons, save_panels, seconds_or
+from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons
 from lightning_ddp.tools.command_line import add_choices, add_shared, format_table, progress_bar
-from lightning_ddp.tools.scripts import PACKAGE_ROOT, STRATEGIES, TRAINING, FailedRun, run_to_fault, started
+from lightning_ddp.tools.scripts import PACKAGE_ROOT, RUN, STRATEGIES, TRAINING, run_to_fault, started
 
 FAULTS: Final = ("exception", "kill")
 VICTIMS: Final = ("first", "last")
 
 
 def _measure_failures(args: argparse.Namespace) -> Result:
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     cells = list(itertools.product(FAULTS, VICTIMS, STRATEGIES))
-    found: dict[tuple[str, str, str], list[FailedRun]] = {cell: [] for cell in cells}
     with progress_bar(args.rounds * len(cells), "bench failures") as bar:
         for _ in range(args.rounds):
             for fault, place, strategy in cells:
@@ -45,38 +43,42 @@ def _measure_failures(args: argparse.Namespace) -> Result:
                 run = run_to_fault(
                     strategy, args.world_size, fault=fault, victim=victim, timeout_s=args.timeout_s
                 )
-                found[fault, place, strategy].append(run)
+                of_strategy = runs.setdefault(f"{fault}, {place} rank", {}).setdefault(strategy, [])
+                of_strategy.append(vars(run))
                 bar.update()
-    gone: dict[str, dict[str, list[float]]] = {}
-    for (fault, place, strategy), runs in found.items():
-        gone.setdefault(f"{fault}, {place} rank", {})[strategy] = [run.gone_s for run in runs]
     return Result(
-        samples=gone,
+        samples={c: {name: [r["gone_s"] for r in of] for name, of in by.items()} for c, by in runs.items()},
         references=STRATEGIES[0],
         settings={"rounds": args.rounds, "world_size": args.world_size},
-        extra={"scripts": {"/".join(cell): [vars(run) for run in runs] for cell, runs in found.items()}},
+        extra={"runs": runs},
     )
 
 
-def _format_failures(result: Result) -> str:
+def format_failures(result: Result) -> str:
+    """Format a row per fault and strategy."""
     num_others = int(str(result.settings["world_size"])) - 1
     rows: list[tuple[str | int | float, ...]] = []
-    for cell, found in sorted(result.extra["scripts"].items()):
-        runs = [FailedRun(**run) for run in found]
-        learned = [seconds for run in runs for seconds in run.learned_s]
-        rows.append(
-            (
-                *cell.split("/"),
-                f"{len(learned)} of {num_others * len(runs)}",
-                seconds_or(learned, statistics.median, "never"),
-                seconds_or(learned, max, "never"),
-                statistics.median(run.gone_s for run in runs),
-                sum(run.num_left for run in runs),
-                ", ".join(sorted({str(run.exit_code) for run in runs})),
+    for fault, by_strategy in result.extra["runs"].items():
+        for strategy, runs in by_strategy.items():
+            learned = [seconds for run in runs for seconds in run["learned_s"]]
+            rows.append(
+                (
+                    fault,
+                    strategy,
+                    f"{len(learned)} of {num_others * len(runs)}",
+                    _seconds(statistics.median, learned, "never"),
+                    _seconds(max, learned, "never"),
+                    result.comparisons[fault][strategy].median,
+                    sum(run["num_left"] for run in runs),
+                    ", ".join(sorted({str(run["exit_code"]) for run in runs})),
+                )
             )
-        )
-    told = ("others told", "median s", "worst s")
-    return format_table(("fault", "rank", "strategy", *told, "all gone s", "left", "exit"), rows)
+    headers = ("fault", "strategy", "others told", "median s", "worst s", "all gone s", "left", "exit")
+    return format_table(headers, rows)
+
+
+def _seconds(summary: Callable[[Sequence[float]], float], values: Sequence[float], otherwise: str) -> str:
+    return f"{summary(values):.3f}" if values else otherwise
 
 
 FAILURES: Final = Benchmark(
@@ -85,7 +87,7 @@ FAILURES: Final = Benchmark(
     unit="s",
     options=lambda parser: add_shared(parser, rounds=3, world_size=2, timeout_s=60.0),
     measure=_measure_failures,
-    table=_format_failures,
+    table=format_failures,
     title="until all processes had exited; the ratio is custom_ddp / strategy",
 )
 
@@ -93,8 +95,6 @@ FAILURES: Final = Benchmark(
 # ---------------------------------------------------------------------- recovery
 
 CONTENDERS: Final = ("shrink", "stalled", "restart", "replace", "cold")
-_REPLACED: Final = ("replace", "cold")
-"""Contenders with a new process."""
 _MODES: Final = ("stop", "shrink")
 _NUM_STEPS: Final = 24
 _NUM_STEPS_TO_REPLACE: Final = 400
@@ -104,10 +104,15 @@ _STEP_S: Final = 0.02
 _STALL_S: Final = 2.0
 _NUM_WARMUP: Final = 10
 _NUM_TIMED: Final = 100
-_RUN: Final = ("-m", "lightning_ddp", "run")
 _RESTART: Final = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=3")
 _HEALTHY: Final = "step"
 _KILLED: Final = "loss to next step"
+_DURATIONS: Final = {
+    "regroup s": "regroup_s",
+    "full strength s": "full_s",
+    "longest pause s": "pause_s",
+}
+"""Keys of an outcome that may be None, by column."""
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -126,12 +131,14 @@ def _measure_recovery(args: argparse.Namespace) -> Result:
             for name in names:
                 runs[name].append(run_to_recovery(name, args.world_size, timeout_s=args.timeout_s))
                 bar.update()
-    killed = {name: [run["seconds"] for run in found] for name, found in runs.items()}
-    settings = {"rounds": args.rounds, "world_size": args.world_size}
     return Result(
-        samples={_KILLED: killed, _HEALTHY: healthy},
+        samples={
+            _KILLED: {name: [1e3 * run["seconds"] for run in of] for name, of in runs.items()},
+            _HEALTHY: {mode: [1e3 * seconds for seconds in of] for mode, of in healthy.items()},
+        },
         references={_KILLED: names[0], _HEALTHY: "shrink"},
-        settings={**settings, "step_s": _STEP_S, "stall_timeout_s": _STALL_S},
+        settings={"rounds": args.rounds, "world_size": args.world_size}
+        | {"step_s": _STEP_S, "stall_timeout_s": _STALL_S},
         extra={"runs": runs},
     )
 
@@ -141,11 +148,12 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
 
     A run that has not ended after `timeout_s` is killed, and counts as not recovered.
     """
-    num_steps = _NUM_STEPS_TO_REPLACE if name in _REPLACED else _NUM_STEPS
+    is_replaced = name in ("replace", "cold")
+    num_steps = _NUM_STEPS_TO_REPLACE if is_replaced else _NUM_STEPS
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_recovery_") as folder:
         arguments: dict[str, Any] = {
             "strategy": "custom_ddp",
-            "on_failure": "replace" if name in _REPLACED else "shrink",
+            "on_failure": "replace" if is_replaced else "shrink",
             "devices": world_size,
             "package_root": str(PACKAGE_ROOT),
             "num_steps": num_steps,
@@ -155,21 +163,18 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
             "step_s": _STEP_S,
             "stall_s": _STALL_S if name == "stalled" else None,
         }
-        launcher: Sequence[str] = () if name == "cold" else _RUN
+        launcher: Sequence[str] = () if name == "cold" else RUN
         if name == "restart":
             arguments |= {"strategy": "ddp", "on_failure": None, "folder": folder}
             launcher = (*_RESTART, f"--nproc-per-node={world_size}")
         with started(TRAINING, arguments, launcher) as running:
             with suppress(subprocess.TimeoutExpired):  # a hang: the output so far counts
                 running.process.wait(timeout_s)
-            text = running.text
-            faults = re.findall(r"FAULT (\d+\.\d+)", text)
-            if not faults:
-                raise running.failed("reached no fault")
+            fault, text = running.fault_at(), running.text
     commits = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", text, re.MULTILINE)
-    found = _outcome(commits, float(faults[0]), world_size, timeout_s, num_steps)
-    regroups = re.findall(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
-    return {**found, "regroup_s": float(regroups[0]) if regroups else None}
+    regroup = re.search(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
+    found = _outcome(commits, fault, world_size, timeout_s, num_steps)
+    return {**found, "regroup_s": float(regroup[1]) if regroup else None}
 
 
 def _outcome(
@@ -189,25 +194,26 @@ def _outcome(
     >>> found["full_s"], round(found["pause_s"], 1)
     (2.0, 0.3)
     """
-    steps = [(float(moment), int(step)) for moment, step, rank, _ in commits if rank == "0"]
-    before = max((step for moment, step in steps if moment <= fault), default=0)
-    after = [moment - fault for moment, step in steps if moment > fault and step > before]
-    last = [(float(moment), int(step)) for moment, step, rank, _ in commits if int(rank) == world_size - 1]
+    first, last = (
+        [(float(moment), int(step)) for moment, step, rank, _ in commits if int(rank) == wanted]
+        for wanted in (0, world_size - 1)
+    )
+    before = max((step for moment, step in first if moment <= fault), default=0)
+    after = [moment - fault for moment, step in first if moment > fault and step > before]
     full = min(((moment, step) for moment, step in last if moment > fault and step > before), default=None)
-    gaps = [
+    pauses = [
         later - sooner
-        for (sooner, first), (later, step) in itertools.pairwise(steps)
-        if full is not None and before < first and step <= full[1]
+        for (sooner, step), (later, next_step) in itertools.pairwise(first)
+        if full is not None and before < step and next_step <= full[1]
     ]
     used = {number for *_, ids in commits for number in ids.split()}
     return {
         "seconds": min(after, default=timeout_s),
         "is_recovered": bool(after),
-        "steps_again": len(steps) - len({step for _, step in steps}),
+        "steps_again": len(first) - len({step for _, step in first}),
         "samples_lost": world_size * num_steps - len(used),
         "full_s": None if full is None else full[0] - fault,
-        "pause_s": max(gaps, default=None),
-        "curve": steps,
+        "pause_s": max(pauses, default=None),
     }
 
 
@@ -218,66 +224,50 @@ def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[st
     percent between processes, and the second fit is faster.
     """
     turns = [*_MODES, *_MODES[::-1]] * num_rounds
-    arguments = {"strategy": "custom_ddp", "devices": world_size, "package_root": str(PACKAGE_ROOT)}
-    arguments |= {"num_steps": _NUM_WARMUP + _NUM_TIMED, "num_warmup": _NUM_WARMUP}
-    with started(TRAINING, {**arguments, "model": "convbn40", "turns": [*_MODES, *turns]}, _RUN) as running:
+    arguments = {
+        "function": "time_fits",
+        "package_root": str(PACKAGE_ROOT),
+        "devices": world_size,
+        "model": "convbn40",
+        "num_steps": _NUM_WARMUP + _NUM_TIMED,
+        "num_warmup": _NUM_WARMUP,
+        "turns": [*_MODES, *turns],
+    }
+    with started(TRAINING, arguments, RUN) as running:
         seconds = json.loads(running.run_to("STEP_SECONDS", timeout_s * (num_rounds + 1)))[len(_MODES) :]
     return {mode: [s for s, turn in zip(seconds, turns, strict=True) if turn == mode] for mode in _MODES}
 
 
-def _format_recovery(result: Result) -> str:
+def format_recovery(result: Result) -> str:
+    """Format a row per contender, and the comparison of steps without a failure."""
     rows: list[tuple[str | int | float, ...]] = []
     for name, runs in result.extra["runs"].items():
         recovered = [run["seconds"] for run in runs if run["is_recovered"]]
-        known = {
-            key: [run[key] for run in runs if run[key] is not None]
-            for key in ("regroup_s", "full_s", "pause_s")
-        }
+        known = ([run[key] for run in runs if run[key] is not None] for key in _DURATIONS.values())
         rows.append(
             (
                 f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name,
                 f"{len(recovered)} of {len(runs)}",
-                seconds_or(recovered, statistics.median, "never"),
-                seconds_or(recovered, max, "never"),
-                *(seconds_or(seconds, statistics.median, "-") for seconds in known.values()),
+                _seconds(statistics.median, recovered, "never"),
+                _seconds(max, recovered, "never"),
+                *(_seconds(statistics.median, seconds, "-") for seconds in known),
                 max(run["steps_again"] for run in runs),
                 max(run["samples_lost"] for run in runs),
             )
         )
-    head = (
-        *("a rank is lost", "went on", "median s", "worst s", "regroup s"),
-        *("full strength s", "longest pause s", "steps again", "samples lost"),
+    headers = ("a rank is lost", "went on", "median s", "worst s", *_DURATIONS, "steps again", "samples lost")
+    healthy = format_comparisons(
+        {_HEALTHY: result.comparisons[_HEALTHY]}, (_HEALTHY, "on_failure", "shrink / this"), "ms"
     )
-    healthy = {
-        mode: replace(figures, median=1e3 * figures.median, iqr=1e3 * figures.iqr)
-        for mode, figures in result.comparisons[_HEALTHY].items()
-    }
-    table = format_comparisons({_HEALTHY: healthy}, (_HEALTHY, "on_failure", "shrink / this"), "ms")
-    return f"{format_table(head, rows)}\n\n{table}"
-
-
-def _draw_recovery(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """Draw committed steps over time in the first round of each contender."""
-
-    def draw(axes: Any) -> None:
-        for name, runs in result.extra["runs"].items():
-            start = runs[0]["curve"][0][0]
-            moments, steps = zip(*runs[0]["curve"], strict=True)
-            axes.plot([moment - start for moment in moments], steps, ".-", label=name)
-        axes.set(xlabel=unit, ylabel="committed step")
-        axes.axhline(_FAULT_STEP, color="red", linestyle="--", label="loss")
-        axes.legend()
-
-    save_panels(path, {"a rank is lost": draw}, title=title)
+    return f"{format_table(headers, rows)}\n\n{healthy}"
 
 
 RECOVERY: Final = Benchmark(
     name="recovery",
     summary="Time from a kill to the end of the next step, beside restarts by torchrun.",
-    unit="s",
+    unit="ms",
     options=_options,
     measure=_measure_recovery,
-    table=_format_recovery,
-    draw=_draw_recovery,
-    title="steps over time",
+    table=format_recovery,
+    title="the ratio is the first or shrink / contender",
 )

@@ -9,38 +9,42 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication import Communication
+from lightning_ddp.hooks import StatefulHook, build_hook
 from lightning_ddp.tools.bench import Benchmark, Result
-from lightning_ddp.tools.command_line import (
-    add_shared,
-    format_table,
-    paired_ratio,
-    positive_float,
-)
-from lightning_ddp.tools.models import OURS, TORCH_DEFAULT, TrainingRun, build_workload
-from lightning_ddp.tools.ranks import RankContext, read_sent_bytes, run_ranks, shuffled, timed
+from lightning_ddp.tools.command_line import add_shared, format_table, positive_float
+from lightning_ddp.tools.models import OURS_GLOO, TORCH_DEFAULT, TrainingRun, build_workload
+from lightning_ddp.tools.namespaces import read_sent_bytes
+from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled, timed
 
-Rows = Mapping[str, Sequence[Mapping[str, float]]]
-"""Figures of each round, by contender."""
-
-LINK_HOOKS: Final[Mapping[str, Any]] = {
-    OURS: None,
+NONE: Final = "none"
+CONTENDERS: Final[Mapping[str, Any]] = {
+    NONE: None,
     TORCH_DEFAULT: None,
     "bf16": "bf16",
     "int8": "int8",
-    "powersgd": {"name": "powersgd", "start_step": 0},
+    "powersgd": "powersgd",
     "topk_1pc": {"name": "topk", "ratio": 0.01},
     "sign": "sign",
 }
 """Specifications of the hooks to time on links, by contender; None for a wrapper without a hook."""
 
+_MODEL: Final = "linear16"
 _NUM_WARMUP_STEPS: Final = 3  # buckets are rebuilt after the first, and low-rank factors settle
+_SETTLED_STEP: Final = 10**9  # after the warm-up of every hook
+_FIGURES: Final = {
+    "MB by kernel": ("kernel_bytes", 1e-6),
+    "MB by hook": ("counted_bytes", 1e-6),
+    "codec ms": ("codec_seconds", 1e3),
+}
+"""Keys of figures of a step, and the factors of their units, by column."""
+
+Rows = Mapping[str, Sequence[Mapping[str, float]]]
+"""Figures of each round, by contender."""
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -56,22 +60,15 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(args: argparse.Namespace) -> Result:
-    links = {f"{mbit:g}": _time_link(args, mbit) for mbit in args.links}
-    samples = {
-        f"linear16, {mbit} Mbit/s": {name: [1e3 * row["seconds"] for row in of] for name, of in rows.items()}
-        for mbit, rows in links.items()
-    }
-    return Result(
-        samples=samples,
-        references=OURS,
-        settings={"rounds": args.rounds, "links": args.links},
-        extra={"links": links},
-    )
-
-
-def _time_link(args: argparse.Namespace, mbit: float) -> Rows:
-    settings = LinkSettings(model="linear16", hooks=LINK_HOOKS, num_rounds=args.rounds)
-    return merge_ranks(run_ranks(time_on_link, settings, world_size=2, timeout_s=args.timeout_s, mbit=mbit))
+    settings = HookSettings(model=_MODEL, hooks=CONTENDERS, num_rounds=args.rounds)
+    options = {"world_size": 2, "timeout_s": args.timeout_s}
+    links, samples = {}, {}
+    for mbit in args.links:
+        link = f"{_MODEL}, {mbit:g} Mbit/s"
+        links[link] = merge_ranks(run_ranks(time_hooks, settings, mbit=mbit, **options))
+        samples[link] = {name: [1e3 * row["seconds"] for row in of] for name, of in links[link].items()}
+    given = {"rounds": args.rounds, "links": args.links}
+    return Result(samples=samples, references=NONE, settings=given, extra={"links": links})
 
 
 def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
@@ -89,43 +86,27 @@ def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
     }
 
 
-# ---------------------------------------------------------------------- tables
+def median(rows: Sequence[Mapping[str, float]], key: str) -> float:
+    """Return the median of a figure over the rounds."""
+    return statistics.median(row[key] for row in rows)
 
 
-def _format(result: Result) -> str:
+def format_links(result: Result) -> str:
+    """Format a table for each link."""
     parts = []
-    for mbit, rows in result.extra["links"].items():
-        parts += [f"\n16 x Linear(1024), two ranks, {mbit} Mbit/s in each direction", format_link(rows)]
-    return "\n".join(parts)
+    for link, comparisons in result.comparisons.items():
+        table: list[tuple[str | float, ...]] = []
+        for name, of in comparisons.items():
+            rows = result.extra["links"][link][name]
+            figures = (factor * median(rows, key) for key, factor in _FIGURES.values())
+            table.append((name, of.median, of.ratio, *figures))
+        headers = ("contender", "step ms", "speed-up", *_FIGURES)
+        parts.append(f"two ranks, {link} in each direction\n{format_table(headers, table)}")
+    return "\n\n".join(parts)
 
 
-def format_link(rows: Rows) -> str:
-    """Format the table of one link."""
-
-    def median(entries: Sequence[Mapping[str, float]], key: str, factor: float) -> float:
-        return factor * statistics.median(row[key] for row in entries)
-
-    seconds = {name: [row["seconds"] for row in entries] for name, entries in rows.items()}
-    figures = (("kernel_bytes", 1e-6), ("counted_bytes", 1e-6), ("codec_seconds", 1e3))
-    table: list[tuple[str | float, ...]] = [
-        (
-            name,
-            median(entries, "seconds", 1e3),
-            paired_ratio(seconds[OURS], seconds[name]),
-            *(median(entries, key, factor) for key, factor in figures),
-        )
-        for name, entries in rows.items()
-    ]
-    headers = ("contender", "step ms", "speed-up", "MB by kernel", "MB by hook", "codec ms")
-    return format_table(headers, table)
-
-
-# ---------------------------------------------------------------------- code of the ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkSettings:
-    """Settings of `time_on_link`, which measures in rounds in which contenders take turns."""
+class HookSettings(NamedTuple):
+    """Settings of `time_hooks`, which measures in rounds in which contenders take turns."""
 
     model: str
     hooks: Mapping[str, Any]
@@ -133,45 +114,46 @@ class LinkSettings:
     num_rounds: int
 
 
-def time_on_link(context: RankContext, settings: LinkSettings) -> dict[str, list[dict[str, float]]]:
-    """Time steps of all contenders, which take turns.
+def time_hooks(context: RankContext, settings: HookSettings) -> dict[str, list[dict[str, float]]]:
+    """Time steps of all contenders, which take turns, without shared memory.
 
     Collective: all ranks must call it.
 
     Returns:
-        For each contender one entry per round: seconds, bytes counted by the kernel and by the hook, codec
-        seconds.
+        For each contender one entry per round: seconds, bytes counted by the kernel (0 without a shaped link)
+        and by the hook, codec seconds.
     """
-    runs: dict[str, tuple[TrainingRun, Communication]] = {}
-    for name, hook in settings.hooks.items():
-        wrapper = TORCH_DEFAULT if name == TORCH_DEFAULT else OURS
+    runs: dict[str, tuple[TrainingRun, Any]] = {}
+    for name, spec in settings.hooks.items():
+        wrapper = TORCH_DEFAULT if name == TORCH_DEFAULT else OURS_GLOO
         run = TrainingRun(wrapper, build_workload(settings.model, rank=context.rank), context.device)
-        communication = Communication(hook)
-        if wrapper == OURS:
-            communication.register(
-                run.wrapped, Group(dist.group.WORLD), context.device, node_size=1, loss_scale=lambda: 1.0
-            )
+        hook = None
+        if spec is not None:
+            hook = build_hook(spec, Group(dist.group.WORLD, transport="gloo"), context.device)
+            if isinstance(hook, StatefulHook):
+                hook.step = _SETTLED_STEP
+            wrapped: Any = run.wrapped
+            wrapped.register_comm_hook(None, hook)
         for _ in range(_NUM_WARMUP_STEPS):
             run.step()
-        runs[name] = run, communication
+        runs[name] = run, hook
 
-    def counts(communication: Communication) -> dict[str, float]:
+    def counts(hook: Any) -> dict[str, float]:
         """Return bytes sent by the kernel and by the hook, and seconds of encoding and decoding."""
-        channel = communication.hook.channel if communication.hook is not None else None
         return {
-            "kernel_bytes": read_sent_bytes(),
-            "counted_bytes": channel.num_bytes_sent if channel else 0,
-            "codec_seconds": channel.busy_s - channel.wait_s if channel else 0.0,
+            "kernel_bytes": read_sent_bytes() or 0,
+            "counted_bytes": hook.channel.num_bytes_sent if hook else 0,
+            "codec_seconds": hook.channel.busy_s - hook.channel.wait_s if hook else 0.0,
         }
 
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for number in range(settings.num_rounds):
         for name in shuffled(list(runs), seed=number):
-            run, communication = runs[name]
-            before = counts(communication)
+            run, hook = runs[name]
+            before = counts(hook)
             seconds = timed(run.step, context.device)
             dist.barrier()  # after it the peer has received all bytes that are counted here
-            changes = {key: value - before[key] for key, value in counts(communication).items()}
+            changes = {key: value - before[key] for key, value in counts(hook).items()}
             rows[name].append({"seconds": seconds, **changes})
     return rows
 
@@ -182,6 +164,6 @@ HOOKS: Final = Benchmark(
     unit="ms",
     options=_options,
     measure=_measure,
-    table=_format,
-    title="a step; the ratio is ours / contender",
+    table=format_links,
+    title="a step; the ratio is that without a hook / contender",
 )

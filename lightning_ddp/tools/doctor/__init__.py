@@ -21,18 +21,13 @@ import torch.distributed as dist
 
 from lightning_ddp.launch.interface import is_own_address
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import (
-    existing_file,
-    format_table,
-    positive_float,
-    positive_int,
-    progress_bar,
-)
+from lightning_ddp.tools.command_line import existing_file, format_table, positive_float, positive_int
 from lightning_ddp.tools.doctor.diagnosis import (
+    INTERFACE_VARIABLE,
     Answer,
+    check_all_reduce,
     check_answers,
     check_interface,
-    check_line,
 )
 from lightning_ddp.tools.doctor.machine import (
     LEVELS,
@@ -48,11 +43,10 @@ from lightning_ddp.tools.doctor.machine import (
     within,
     worst,
 )
-from lightning_ddp.tools.doctor.measure import Line, Plan, Timing, examine, exchange, fit_line
-from lightning_ddp.tools.doctor.verify import Verification, refusal, run_checks
+from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
+from lightning_ddp.tools.doctor.verify import run_checks
 from lightning_ddp.tools.ranks import RankContext, run_ranks
 
-_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _ADVICE = {
     "PASS": "no problem found",
@@ -64,22 +58,17 @@ _ADVICE = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     where = parser.add_mutually_exclusive_group()
-    for name, text in (
-        ("--processes", "start N ranks on this machine and measure them"),
-        ("--nodes", "number of nodes; run this command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK"),
-    ):
-        where.add_argument(name, type=positive_int, metavar="N", help=text)
-    for name, metavar, default, text in (
-        (
-            "--timeout-s",
-            "S",
-            30.0,
-            "time limit of each network step in seconds, including the connection to the other ranks",
-        ),
-        ("--max-mb", "MIB", 64.0, "size of the largest all-reduce in MiB"),
-    ):
-        help_text = f"{text} (default: {default})"
-        parser.add_argument(name, type=positive_float, default=default, metavar=metavar, help=help_text)
+    text = "start N ranks on this machine and measure them"
+    where.add_argument("--processes", type=positive_int, metavar="N", help=text)
+    text = "number of nodes; run this command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK"
+    where.add_argument("--nodes", type=positive_int, metavar="N", help=text)
+    text = (
+        "time limit of each network step in seconds, including the connection to the other ranks"
+        " (default: %(default)s)"
+    )
+    parser.add_argument("--timeout-s", type=positive_float, default=30.0, metavar="S", help=text)
+    text = "size of the timed all-reduce in MiB (default: %(default)s)"
+    parser.add_argument("--size-mb", type=positive_float, default=64.0, metavar="MIB", help=text)
     parser.add_argument("--json", action="store_true", help="print all results as JSON instead")
     parser.add_argument(
         "--verify",
@@ -135,6 +124,10 @@ def _stdout_kept_for_json() -> Generator[None, None, None]:
         os.close(stdout)
 
 
+class _Problem(Exception):
+    """Failure of a check, after which the checks behind it make no sense: name of the check and message."""
+
+
 class _Examination:
     """Checks of this process, with the findings so far."""
 
@@ -157,73 +150,69 @@ class _Examination:
     def examine(self) -> None:
         """Check this machine or all ranks, depending on the options and environment variables."""
         plan = Plan(
-            largest_bytes=int(self._args.max_mb * (1 << 20)),
+            num_bytes=int(self._args.size_mb * (1 << 20)),
             timeout_s=self._args.timeout_s,
             interface=self._choose_interface(),
         )
-        if self._args.verify:
-            refused = refusal(self._here)
-            self._findings += [refused] if refused else run_checks(Verification.of(self._args))
-        elif self._args.processes is not None:
-            self._examine_processes(plan)
-        elif self._here.world_size > 1:
-            self._examine_launched(plan)
-        else:
-            self._examine_alone()
+        try:
+            if self._args.verify:
+                self._findings += run_checks(self._args, self._here)
+            elif self._args.processes is not None:
+                self._examine_processes(plan)
+            elif self._here.world_size > 1:
+                self._examine_launched(plan)
+            else:
+                self._examine_alone()
+        except _Problem as problem:
+            self._add("FAIL", *problem.args)
 
     def _examine_alone(self) -> None:
+        message = (
+            "not measured, because this process is alone. Add --processes 2, or start it as you start a run"
+        )
+        self._add("PASS", "all-reduce", message)
         if self._here.master_addr and self._here.master_port and not self._has_failed:
             if self._here.rank == 0:
                 self._host_store()
             else:
                 self._find_master()
-        message = (
-            "not measured, because this process is alone. Add --processes 2, or start it as you start a run"
-        )
-        self._add("PASS", "all-reduce", message)
 
     def _examine_processes(self, plan: Plan) -> None:
-        count = self._args.processes
-        with progress_bar(len(plan.sizes), "all-reduce") as bar:
-            options = {"timeout_s": plan.timeout_s * 4, "on_progress": bar.update}
-            try:
-                self._answers = run_ranks(_examine_rank, (plan, self._env), world_size=count, **options)
-            except ToolError as error:
-                self._add("FAIL", "all-reduce", f"{count} processes on this machine: {error}")
+        options: dict[str, Any] = {"world_size": self._args.processes, "timeout_s": 4 * plan.timeout_s}
+        try:
+            self._answers = run_ranks(_examine_rank, (plan, self._env), **options)
+        except ToolError as error:
+            count = self._args.processes
+            raise _Problem("all-reduce", f"{count} processes on this machine: {error}") from error
 
     def _examine_launched(self, plan: Plan) -> None:
-        found = None if self._has_failed else self._meet()
-        if found is None:
+        if self._has_failed:
             return
-        here = self._here
-        store = dist.PrefixStore(f"doctor/{self._env.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+        here, restart = self._here, self._env.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"doctor/{restart}", self._meet())
 
         def together() -> list[Any]:
             where: dict[str, Any] = {"rank": here.rank, "world_size": here.world_size}
-            with progress_bar(len(plan.sizes), "all-reduce", is_shown=here.rank == 0) as bar:
-                options = {"local_rank": here.local_rank, "advance": bar.update}
-                answer = examine(store, plan, self._env, **where, **options)
+            answer = examine(store, plan, self._env, local_rank=here.local_rank, **where)
             answer["findings"] = [asdict(finding) for finding in self._findings]
             return exchange(store, answer, timeout_s=plan.timeout_s, **where)
 
         try:
-            what = "measuring with the other ranks"
-            self._answers = within(4 * plan.timeout_s, what, together)
+            self._answers = within(4 * plan.timeout_s, "measuring with the other ranks", together)
         except (RuntimeError, OSError) as error:
             self.is_stuck = True  # the destructor of the group would wait for lost peers
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._add(
-                "FAIL",
+            raise _Problem(
                 "ranks",
                 f"rank {here.rank} of {here.world_size} has the store at {here.master_addr}, port"
                 f" {here.master_port}, but does not find all ranks through"
                 f" {plan.interface or 'the default interface'}: {first_line}. Check that all"
                 f" {here.world_size} are started, and that no firewall closes other ports between them",
-            )
+            ) from error
 
     def _choose_interface(self) -> str | None:
         """Return the user's interface, or that of the route to the master; add a finding about it."""
-        named = self._env.get(_INTERFACE_VARIABLE) or None
+        named = self._env.get(INTERFACE_VARIABLE) or None
         if self._has_failed:
             return named
         try:
@@ -233,29 +222,23 @@ class _Examination:
             self._add("FAIL", "master", f"{message}, or give the address itself")
             return named
         route, found = interface_to(address), addresses()
-        num_nodes = self._here.num_nodes
-        options: dict[str, Any] = {"num_nodes": num_nodes, "variable": _INTERFACE_VARIABLE}
-        self._findings.append(check_interface(named, route, found, **options))
+        self._findings.append(check_interface(named, route, found, num_nodes=self._here.num_nodes))
         chosen = named or route
         return chosen if chosen in found else None
 
-    def _meet(self) -> Any | None:
-        """Connect to the store of the ranks; return None, and add a finding, if that fails."""
+    def _meet(self) -> Any:
+        """Connect to the store of the ranks."""
         if self._here.rank == 0 and not self._here.has_agent_store:
             return self._host_store()
         address = self._find_master()
-        if address is None:
-            return None
         try:
             return self._open_store(address, is_host=False)
-        except (OSError, RuntimeError):
-            self._add(
-                "FAIL",
+        except (OSError, RuntimeError) as error:
+            raise _Problem(
                 "master",
                 f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it"
                 " is not the store of this run. Use another MASTER_PORT on all nodes",
-            )
-            return None
+            ) from error
 
     def _open_store(self, address: str, *, is_host: bool) -> Any:
         port, timeout_s = self._here.master_port, self._args.timeout_s
@@ -268,28 +251,28 @@ class _Examination:
             self.is_stuck = True
             raise
 
-    def _host_store(self) -> Any | None:
+    def _host_store(self) -> Any:
         assert self._here.master_addr is not None  # the caller has looked
         where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
         address = resolve(self._here.master_addr, self._args.timeout_s)
         if not is_own_address(address):
             own = ", ".join(f"{a} ({name})" for name, a in addresses().items())
-            message = (
-                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}"
+            raise _Problem(
+                "master",
+                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}."
+                " Use an address that all nodes reach",
             )
-            self._add("FAIL", "master", f"{message}. Use an address that all nodes reach")
-            return None
         try:
             store = self._open_store(address, is_host=True)
         except (OSError, RuntimeError) as error:
             message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]})"
-            self._add("FAIL", "port", f"{message}. Another process uses it. Use another port on all nodes")
-            return None
+            advice = "Another process uses it. Use another port on all nodes"
+            raise _Problem("port", f"{message}. {advice}") from error
         self._add("PASS", "port", f"{where}: free, and opened here")
         return store
 
-    def _find_master(self) -> str | None:
-        """Wait for rank 0 and return its address; after the deadline add a finding, return None."""
+    def _find_master(self) -> str:
+        """Wait for rank 0 and return its address."""
         here, timeout_s = self._here, self._args.timeout_s
         assert here.master_addr is not None  # the findings would say so
         assert here.master_port is not None
@@ -297,16 +280,15 @@ class _Examination:
         interface = interface_to(address) or "no interface"
         where = f"{here.master_addr}, port {here.master_port}, through {interface}"
         problem = wait_until_reached(address, here.master_port, timeout_s)
-        if problem is None:
-            self._add("PASS", "master", f"{where}: answers")
-            return address
-        message = (
-            f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time, use"
-            " the same MASTER_ADDR and MASTER_PORT on all nodes, and open that port in the first node's"
-            " firewall"
-        )
-        self._add("FAIL", "master", message)
-        return None
+        if problem is not None:
+            raise _Problem(
+                "master",
+                f"rank {here.rank} cannot reach {where}: {problem}. Start rank 0 first or at the same time,"
+                " use the same MASTER_ADDR and MASTER_PORT on all nodes, and open that port in the first"
+                " node's firewall",
+            )
+        self._add("PASS", "master", f"{where}: answers")
+        return address
 
     def report(self, *, as_json: bool) -> int:
         """Check the gathered facts and print them, unless another rank does; return the exit status."""
@@ -314,86 +296,47 @@ class _Examination:
         here = self._here
         answers = self._answers or [gather_facts(self._env, rank=here.rank, local_rank=here.local_rank)]
         findings = [*self._findings, *check_answers(answers)]
-        timings = [Timing(**timing) for timing in answers[0].get("timings", [])]
-        line: Line | None = None
-        if timings and len(answers) > 1:
-            line = fit_line(timings)
-            num_hosts = len({answer["host"] for answer in answers})
-            findings.append(check_line(line, world_size=len(answers), num_hosts=num_hosts))
+        if len(answers) > 1:
+            findings.append(check_all_reduce(answers))
         findings.sort(key=lambda finding: LEVELS.index(finding.level))
         if not is_silent:
             layout = _format_json if as_json else format_report
-            print(layout(answers, timings, line, findings), flush=True)
+            print(layout(answers, findings), flush=True)
         return 1 if worst(findings) == "FAIL" else 0
 
 
 def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
-    """Run the measurements in a process of `--processes`."""
-    options: dict[str, Any] = {"world_size": context.world_size, "advance": context.advance}
-    return examine(context.store, *settings, rank=context.rank, local_rank=context.rank, **options)
+    """Run the measurement in a process of `--processes`."""
+    rank, world_size = context.rank, context.world_size
+    return examine(context.store, *settings, rank=rank, local_rank=rank, world_size=world_size)
 
 
-def format_report(
-    answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
-) -> str:
-    """Format ranks, times with the fitted line, and findings; the last line is the verdict."""
-    parts = [_ranks(answers)]
-    if timings:
-        parts.append(_times(answers, timings, line))
-    width = max(len(finding.check) for finding in findings)
-    parts.append("\n".join(f"{f.level}  {f.check.ljust(width)}  {f.message}" for f in findings))
-    verdict = worst(findings)
-    parts.append(f"{verdict}: {_ADVICE[verdict]}")
-    return "\n\n".join(parts)
-
-
-def _format_json(
-    answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None, findings: Sequence[Finding]
-) -> str:
-    times = {"timings": list(map(asdict, timings)), "line": None if line is None else asdict(line)}
-    document = {"verdict": worst(findings), "findings": list(map(asdict, findings)), "ranks": list(answers)}
-    return json.dumps({**document, "all_reduce": times}, indent=2)
-
-
-def _ranks(answers: Sequence[Answer]) -> str:
-    def device(answer: Answer) -> str:
-        is_cpu = answer["local_rank"] >= len(answer["devices"])
-        return f"CPU ({answer['num_cpus']} cores)" if is_cpu else answer["devices"][answer["local_rank"]]
-
-    rows = [
-        (
-            *(str(answer[name]) for name in ("rank", "host", "pid")),
-            device(answer),
-            str(answer["backend"]),
-            str(answer.get("interface") or "-"),
-            f"{answer['clock']['offset_s'] * 1e3:+.2f}" if "clock" in answer else "-",
-        )
-        for answer in answers
-    ]
-    table = format_table(("rank", "host", "pid", "device", "backend", "interface", "clock (ms)"), rows)
+def format_report(answers: Sequence[Answer], findings: Sequence[Finding]) -> str:
+    """Format ranks, variables and findings; the last line is the verdict."""
+    rows = []
+    for answer in answers:
+        devices, place = answer["devices"], answer["local_rank"]
+        device = devices[place] if place < len(devices) else f"CPU ({answer['num_cpus']} cores)"
+        values = (*(answer[name] for name in ("rank", "host", "pid")), device, answer["backend"])
+        rows.append((*map(str, values), answer.get("interface") or "-"))
     variables = "\n".join(f"  {name}={value}" for name, value in answers[0]["variables"].items())
-    return f"{table}\n\nVariables of rank {answers[0]['rank']}:\n{variables or '  none'}"
-
-
-def _times(answers: Sequence[Answer], timings: Sequence[Timing], line: Line | None) -> str:
-    world_size = len(answers)
-    rows = [
+    width = max(len(finding.check) for finding in findings)
+    verdict = worst(findings)
+    return "\n\n".join(
         (
-            f"{t.num_bytes >> 20} MiB" if t.num_bytes >= 1 << 20 else f"{t.num_bytes >> 10} KiB",
-            t.seconds * 1e3,
-            t.num_bytes / t.seconds / 1e9,
-            line.seconds(t.num_bytes) * 1e3 if line is not None else float("nan"),
+            format_table(("rank", "host", "pid", "device", "backend", "interface"), rows),
+            f"Variables of rank {answers[0]['rank']}:\n{variables or '  none'}",
+            "\n".join(f"{f.level}  {f.check.ljust(width)}  {f.message}" for f in findings),
+            f"{verdict}: {_ADVICE[verdict]}",
         )
-        for t in timings
-    ]
-    table = format_table(("all-reduce", "ms", "GB/s", "line (ms)"), rows)
-    text = (
-        f"float32 over {answers[0]['measured_on']}, {world_size} ranks, median of the slowest rank:\n{table}"
     )
-    if line is None:
-        return text
-    return (
-        f"{text}\ntime = {line}, wrong by {line.relative_error:.0%} in the median. As a ring of 2 (p - 1)"
-        f" messages of size / p: {line.message_latency_s(world_size) * 1e6:.0f} us a message,"
-        f" {line.link_bytes_per_s(world_size) / 1e9:.3g} GB/s a link."
-    )
+
+
+def _format_json(answers: Sequence[Answer], findings: Sequence[Finding]) -> str:
+    document = {
+        "verdict": worst(findings),
+        "findings": list(map(asdict, findings)),
+        "ranks": list(answers),
+        "all_reduce": answers[0].get("all_reduce"),
+    }
+    return json.dumps(document, indent=2)

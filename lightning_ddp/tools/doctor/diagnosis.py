@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from lightning_ddp.supervise.disagreement import join_ranks
 from lightning_ddp.tools.doctor.machine import Finding, Level
-from lightning_ddp.tools.doctor.measure import Line
 
+T = TypeVar("T")
 Answer = Mapping[str, Any]
 """Facts of a rank from `measure.examine`, or from `gather_facts` of a single process."""
 
-_LEAST_SHARED_MEMORY = 1 << 30
-_LEAST_OPEN_FILES = 4096
-_LARGEST_CLOCK_SKEW_S = 1.0
-_LARGEST_RELATIVE_ERROR = 0.5
-_SLOW_BYTES_PER_S = 125e6
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Variable with which a user names the interface."""
+
+_HARMFUL_VARIABLES = {
+    ("LIGHTNING_DDP_SUPERVISION", "0"): "when a rank fails, the others wait for it",
+    ("NCCL_P2P_DISABLE", "1"): "NCCL uses slower transports",
+    ("NCCL_IB_DISABLE", "1"): "NCCL uses slower transports",
+}
 _MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
 
 
@@ -25,52 +29,40 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
     return [
         *_check_versions(answers),
         *_check_devices(answers),
-        *_on_each_host(answers, "shared memory", check_shared_memory),
-        *_on_each_host(answers, "limits", check_limits),
         *_check_cpus(answers),
-        *_check_clocks(answers),
-        *_on_each_host(answers, "variables", check_variables),
+        *_check_variables(answers),
         *_findings_of_others(answers),
     ]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message.
-
-    >>> name_ranks([0]), name_ranks([3, 0, 1, 2, 7])
-    ('rank 0', 'ranks 0-3, 7')
-    """
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    """Format ranks for a message, such as 'ranks 0-3, 7'."""
+    return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
 
 
-def _differing(answers: Sequence[Answer], key: Callable[[Answer], Hashable]) -> str | None:
-    """Describe the values of all ranks for a message; return None if they are equal."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for answer in answers:
-        found[key(answer)].append(answer["rank"])
-    if len(found) == 1:
-        return None
-    return "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in found.items())
+def by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Return the ranks of each value."""
+    found: dict[T, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        found[value].append(rank)
+    return found
 
 
-# ---------------------------------------------------------------------- between the ranks
+def _differing(values: Mapping[int, Hashable]) -> str | None:
+    """Describe values by rank for a message; return None if they are equal."""
+    found = by_value(values)
+    texts = (f"{name_ranks(ranks)}: {value}" for value, ranks in found.items())
+    return "; ".join(texts) if len(found) > 1 else None
 
 
 def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
     findings = []
     for name in _MUST_AGREE:
-        differing = _differing(answers, lambda answer, name=name: answer["packages"].get(name))  # type: ignore[misc]
+        differing = _differing({a["rank"]: a["packages"].get(name) for a in answers})
         if differing:
             message = f"{name} differs ({differing}). Install one version everywhere"
             findings.append(Finding("FAIL", "versions", message))
-    differing = _differing(answers, lambda answer: answer["python"])
+    differing = _differing({a["rank"]: a["python"] for a in answers})
     if differing:
         findings.append(Finding("WARN", "versions", f"Python differs ({differing}). Use one environment"))
     packages = answers[0]["packages"]
@@ -79,34 +71,27 @@ def _check_versions(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
-    findings = []
-    differing = _differing(answers, lambda answer: answer["backend"])
+    messages = []
+    differing = _differing({a["rank"]: a["backend"] for a in answers})
     if differing:
-        message = (
+        messages.append(
             f"backends differ ({differing}), because some nodes see no GPU. Check drivers and"
             " CUDA_VISIBLE_DEVICES"
         )
-        findings.append(Finding("FAIL", "devices", message))
-    for answer in answers:
-        if answer["devices"] and answer["local_rank"] >= len(answer["devices"]):
-            message = (
-                f"rank {answer['rank']} on {answer['host']} has local rank {answer['local_rank']}, but"
-                f" there are {len(answer['devices'])} GPUs. Start at most that many processes on a node"
-            )
-            findings.append(Finding("FAIL", "devices", message))
-    if findings:
-        return findings
-
-    def kind(answer: Answer) -> str:
-        devices = answer["devices"]
-        return f"{len(devices)} x {devices[0]}" if devices else "CPU"
-
-    differing = _differing(answers, kind)
-    backend = f"backend {answers[0]['backend']}"
+    messages += [
+        f"rank {a['rank']} on {a['host']} has local rank {a['local_rank']}, but there are"
+        f" {len(a['devices'])} GPUs. Start at most that many processes on a node"
+        for a in answers
+        if a["devices"] and a["local_rank"] >= len(a["devices"])
+    ]
+    if messages:
+        return [Finding("FAIL", "devices", message) for message in messages]
+    lists = {a["rank"]: a["devices"] for a in answers}
+    kinds = {rank: f"{len(found)} x {found[0]}" if found else "CPU" for rank, found in lists.items()}
+    backend, differing = f"backend {answers[0]['backend']}", _differing(kinds)
     if differing:
         return [Finding("WARN", "devices", f"{differing}; {backend}; the slowest kind sets the pace")]
-    ranks = name_ranks([answer["rank"] for answer in answers])
-    return [Finding("PASS", "devices", f"{ranks}: {kind(answers[0])}; {backend}")]
+    return [Finding("PASS", "devices", f"{name_ranks(list(kinds))}: {kinds[answers[0]['rank']]}; {backend}")]
 
 
 def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
@@ -121,20 +106,15 @@ def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
     return findings
 
 
-def _check_clocks(answers: Sequence[Answer]) -> list[Finding]:
-    if "clock" not in answers[0]:
-        return []
-    answer = max(answers, key=lambda answer: abs(answer["clock"]["offset_s"]))
-    offset, error = answer["clock"]["offset_s"], answer["clock"]["error_s"]
-    found = (
-        f"at most {abs(offset) * 1e3:.1f} ms from rank 0's (rank {answer['rank']}, +/- {error * 1e3:.1f} ms)"
-    )
-    if abs(offset) - error > _LARGEST_CLOCK_SKEW_S:
-        message = (
-            f"{found}: logs and time stamps of files are not comparable. Start chrony or ntpd on all nodes"
-        )
-        return [Finding("WARN", "clocks", message)]
-    return [Finding("PASS", "clocks", found)]
+def _check_variables(answers: Sequence[Answer]) -> list[Finding]:
+    """Check for environment variables that disable something useful."""
+    findings = []
+    for (name, value), effect in _HARMFUL_VARIABLES.items():
+        ranks = [answer["rank"] for answer in answers if answer["variables"].get(name) == value]
+        if ranks:
+            message = f"{name_ranks(ranks)}: {name}={value}, so {effect}. Unset it"
+            findings.append(Finding("WARN", "variables", message))
+    return findings
 
 
 def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
@@ -153,72 +133,10 @@ def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
     ]
 
 
-# ---------------------------------------------------------------------- on each host
-
-
-def _on_each_host(
-    answers: Sequence[Answer], check: str, look: Callable[[Answer], tuple[Level, str]]
-) -> list[Finding]:
-    """Check each host; return one finding for all hosts with the same result."""
-    seen: dict[tuple[Level, str], list[str]] = defaultdict(list)
-    for answer in answers:
-        hosts = seen[look(answer)]
-        if answer["host"] not in hosts:
-            hosts.append(answer["host"])
-    is_same = len(seen) == 1
-    return [
-        Finding(level, check, message if is_same else f"{', '.join(hosts)}: {message}")
-        for (level, message), hosts in seen.items()
-        if message
-    ]
-
-
-def check_shared_memory(answer: Answer) -> tuple[Level, str]:
-    """Check the size of /dev/shm, through which workers of data loaders pass batches."""
-    memory = answer["shared_memory"]
-    if memory is None:
-        return "PASS", "no /dev/shm on this system"
-    found = f"/dev/shm has {_mib(memory['total'])}, {_mib(memory['free'])} free"
-    if memory["free"] < _LEAST_SHARED_MEMORY:
-        return "WARN", (
-            f"{found}: workers of data loaders die of a bus error when it is full. In a container use"
-            " `docker run --shm-size=8g` (Kubernetes: an emptyDir of medium Memory), else delete its files"
-        )
-    return "PASS", found
-
-
-def check_limits(answer: Answer) -> tuple[Level, str]:
-    """Check the soft limits of the process."""
-    limits = answer["limits"]
-    found = ", ".join(f"{name} {'unlimited' if value is None else value}" for name, value in limits.items())
-    files, locked = limits["open files"], limits["locked memory"]
-    if files is not None and files < _LEAST_OPEN_FILES:
-        return "WARN", (
-            f"{found}: data loaders and sockets may run out of open files. Run `ulimit -n 65536` before the"
-            " start"
-        )
-    if answer["devices"] and locked is not None:
-        return "WARN", f"{found}: InfiniBand needs `ulimit -l unlimited` (in SLURM: of slurmd)"
-    return "PASS", found
-
-
-def check_variables(answer: Answer) -> tuple[Level, str]:
-    """Check for environment variables that disable something useful."""
-    variables = answer["variables"]
-    if variables.get("LIGHTNING_DDP_SUPERVISION") == "0":
-        return "WARN", "LIGHTNING_DDP_SUPERVISION=0: when a rank fails, the others will wait for it. Unset it"
-    if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_IB_DISABLE") == "1":
-        return "WARN", "NCCL_P2P_DISABLE or NCCL_IB_DISABLE is set, so NCCL uses slower transports. Unset it"
-    return "PASS", ""
-
-
-# ---------------------------------------------------------------------- the network
-
-
 def check_interface(
-    named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int, variable: str
+    named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int
 ) -> Finding:
-    """Check the interface of the ranks: `named` by the user's variable, or the route to the master.
+    """Check the interface of the ranks: `named` by `INTERFACE_VARIABLE`, or the route to the master.
 
     `found` has the interfaces of this host with their addresses.
     """
@@ -226,7 +144,7 @@ def check_interface(
     chosen = named or route
     level: Level = "FAIL"
     if named is not None and found and named not in found:
-        message = f"{variable}={named}, but this host has {listed}. Name one of them or unset the variable"
+        message = f"{INTERFACE_VARIABLE}={named}, but this host has {listed}. Name one of them or unset it"
     elif chosen is None:
         level = "FAIL" if num_nodes > 1 else "WARN"
         message = (
@@ -239,29 +157,25 @@ def check_interface(
         )
     elif named is not None and route is not None and named != route:
         level = "WARN"
-        message = f"{variable}={named}, but the master is reached by {route}. Unset it unless both lead there"
+        message = (
+            f"{INTERFACE_VARIABLE}={named}, but the master is reached by {route}. Unset it unless both lead"
+            " there"
+        )
     else:
         level, message = "PASS", f"{chosen} ({found.get(chosen, 'no IPv4 address')})"
     return Finding(level, "interface", message)
 
 
-def check_line(line: Line | None, *, world_size: int, num_hosts: int) -> Finding:
-    """Check that the times of the all-reduces are plausible."""
-    if line is None:
-        message = (
-            "the times do not increase with the size, so no line fits. Measure again when the machine is idle"
-        )
-    elif line.relative_error > _LARGEST_RELATIVE_ERROR:
-        message = (
-            f"{line}, but half of the times are more than {line.relative_error:.0%} away from that line."
-            " Something else uses the link or the cores"
-        )
-    elif num_hosts > 1 and line.link_bytes_per_s(world_size) < _SLOW_BYTES_PER_S:
-        message = f"{line}: less than 1 Gbit/s between nodes. Check that this is the intended interface"
-    else:
-        return Finding("PASS", "all-reduce", str(line))
-    return Finding("WARN", "all-reduce", message)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):,.0f} MiB"
+def check_all_reduce(answers: Sequence[Answer]) -> Finding:
+    """Check that the time of the ranks' all-reduce is plausible."""
+    num_bytes, seconds = answers[0]["all_reduce"]["num_bytes"], answers[0]["all_reduce"]["seconds"]
+    # In a ring each link carries this share of the bytes, each way.
+    gbit_per_s = 8e-9 * num_bytes * 2 * (len(answers) - 1) / len(answers) / seconds
+    message = (
+        f"{num_bytes / (1 << 20):.3g} MiB of float32 over {answers[0]['measured_on']}, {len(answers)} ranks:"
+        f" {seconds * 1e3:.2f} ms, as a ring {gbit_per_s:.3g} Gbit/s a link (median of the slowest rank)"
+    )
+    if gbit_per_s < 1 and len({answer["host"] for answer in answers}) > 1:
+        message += ". This is slow between nodes. Check that it is the intended interface"
+        return Finding("WARN", "all-reduce", message)
+    return Finding("PASS", "all-reduce", message)

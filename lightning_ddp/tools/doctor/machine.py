@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import platform
 import re
-import resource
-import shutil
 import socket
 import sys
 import time
@@ -21,7 +18,8 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.comm.group import InThread
-from lightning_ddp.errors import LightningDDPError
+from lightning_ddp.errors import ConfigurationError, LightningDDPError
+from lightning_ddp.launch.environment import nodes_of, variables_by_hand
 from lightning_ddp.launch.interface import interfaces, route_to
 from lightning_ddp.tools.command_line import installed_version
 
@@ -53,22 +51,15 @@ def worst(findings: Iterable[Finding]) -> Level:
 # ---------------------------------------------------------------------- this machine
 
 _PACKAGES = ("torch", "pytorch-lightning", "lightning", "hydra-core", "lightning_ddp")
-_SHARED_MEMORY = "/dev/shm"
-_LIMITS = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
 _PREFIXES = ("SLURM_", "TORCHELASTIC_", "MASTER_", "NCCL_", "GLOO_", "PL_", "LIGHTNING_DDP_", "OMP_", "CUDA_")
 _NAME = re.compile(r"NODE_RANK|((LOCAL_|GROUP_)?(RANK|WORLD_SIZE))")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[str, Any]:
-    """Gather versions, devices, limits, shared memory and relevant variables, as JSON values.
-
-    Variables of `env` that look like secrets are left out.
-    """
+    """Gather versions, devices and relevant variables of `env` without secrets, as JSON values."""
     has_cuda = torch.cuda.is_available()
     has_nccl = has_cuda and dist.is_nccl_available()
-    usage = shutil.disk_usage(_SHARED_MEMORY) if os.path.isdir(_SHARED_MEMORY) else None
-    limits = {name: resource.getrlimit(getattr(resource, constant))[0] for name, constant in _LIMITS.items()}
     return {
         "rank": rank,
         "local_rank": local_rank,
@@ -81,8 +72,6 @@ def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[
         "backend": "nccl" if has_nccl else "gloo",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "shared_memory": {"total": usage.total, "free": usage.free} if usage is not None else None,
-        "limits": {name: None if soft == resource.RLIM_INFINITY else soft for name, soft in limits.items()},
         "variables": {
             name: value
             for name, value in sorted(env.items())
@@ -147,9 +136,9 @@ def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
         socket.create_connection((address, port), timeout_s).close()
     except TimeoutError:
         return f"no answer within {timeout_s:g} s. A firewall may drop the packets, or the host is down"
+    except ConnectionRefusedError:
+        return "the host answers, but nothing listens there (yet)"
     except OSError as error:
-        if error.errno == errno.ECONNREFUSED:
-            return "the host answers, but nothing listens there (yet)"
         return error.strerror or str(error)
     return None
 
@@ -165,8 +154,6 @@ def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
 
 
 # ---------------------------------------------------------------------- launcher of this process
-
-_INTERACTIVE_JOBS = ("bash", "interactive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,39 +181,32 @@ def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
     1
     """
     try:
-        if "RANK" in env and "WORLD_SIZE" in env:
+        if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)
-        # Lightning ignores the variables of other kinds of SLURM jobs.
-        if (
-            "SLURM_NTASKS" in env
-            and "SLURM_JOB_ID" in env
-            and env.get("SLURM_JOB_NAME") not in _INTERACTIVE_JOBS
-        ):
+        # Lightning ignores the variables of interactive SLURM jobs.
+        is_interactive = env.get("SLURM_JOB_NAME") in ("bash", "interactive")
+        if "SLURM_NTASKS" in env and "SLURM_JOB_ID" in env and not is_interactive:
             return _from_slurm(env)
         return _from_user(env, num_nodes or 1)
+    except ConfigurationError as error:
+        return Placement(starter="nobody", findings=(Finding("FAIL", "variables", str(error)),))
     except ValueError as error:
         message = f"an environment variable is not a number ({error}). Correct or unset it"
-        return Placement(starter="nobody", findings=_findings("variables", [message]))
+        return Placement(starter="nobody", findings=(Finding("FAIL", "variables", message),))
 
 
-def _findings(check: str, problems: Sequence[str], all_is_well: str = "") -> tuple[Finding, ...]:
-    """Return a failure per problem; without problems a pass with the message `all_is_well`, if any."""
-    if problems or not all_is_well:
-        return tuple(Finding("FAIL", check, problem) for problem in problems)
-    return (Finding("PASS", check, all_is_well),)
+def _findings(check: str, problems: Sequence[str], all_is_well: str) -> tuple[Finding, ...]:
+    """Return a failure per problem, else a pass."""
+    failures = tuple(Finding("FAIL", check, problem) for problem in problems)
+    return failures or (Finding("PASS", check, all_is_well),)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Placement:
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
-    found = (
-        f"{world_size} ranks, {local_size} on each of {num_nodes} node(s), restart"
-        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}. Use"
-        f" Trainer(devices={local_size}, num_nodes={num_nodes})"
-    )
     problems = []
-    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         problems.append(
             f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: another launcher's variables were"
@@ -239,6 +219,11 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
             f"{num_nodes} nodes x {local_size} ranks are not WORLD_SIZE={world_size}, but Lightning needs"
             " as many processes on each node. Use the same --nproc-per-node on all nodes"
         )
+    found = (
+        f"{world_size} ranks, {local_size} on each of {num_nodes} node(s), restart"
+        f" {env.get('TORCHELASTIC_RESTART_COUNT', '0')} of {env.get('TORCHELASTIC_MAX_RESTARTS', '0')}. Use"
+        f" Trainer(devices={local_size}, num_nodes={num_nodes})"
+    )
     return Placement(
         starter="torchrun",
         rank=rank,
@@ -255,7 +240,6 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
 def _from_slurm(env: Mapping[str, str]) -> Placement:
     num_tasks = int(env["SLURM_NTASKS"])
     num_nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", 1)))
-    per_node = num_tasks // num_nodes
     problems = []
     if num_tasks > 1 and "SLURM_STEP_ID" not in env:
         problems.append(
@@ -267,12 +251,12 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
             f"--ntasks={num_tasks} cannot be divided evenly over --nodes={num_nodes}. Use --ntasks-per-node"
             " with the number of devices of a node instead of --ntasks"
         )
+    job, per_node = env["SLURM_JOB_ID"], num_tasks // num_nodes
     found = (
-        f"job {env['SLURM_JOB_ID']}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s). Use"
+        f"job {job}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s). Use"
         f" Trainer(devices={per_node}, num_nodes={num_nodes})"
     )
     first_host = lightnings("SLURMEnvironment").resolve_root_node_address(env.get("SLURM_NODELIST", ""))
-    port = env.get("MASTER_PORT") or str(15000 + int(env["SLURM_JOB_ID"][-4:]))  # as Lightning chooses it
     return Placement(
         starter="slurm",
         rank=int(env.get("SLURM_PROCID", 0)),
@@ -280,44 +264,48 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
         world_size=num_tasks,
         num_nodes=num_nodes,
         master_addr=env.get("MASTER_ADDR") or first_host or "127.0.0.1",
-        master_port=int(port),
+        master_port=_port(env) or 15000 + int(job[-4:]),  # as Lightning chooses it
         findings=_findings("SLURM", problems, found),
     )
 
 
 def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
-    findings: tuple[Finding, ...] = ()
+    findings: list[Finding] = []
     if env.get("SLURM_JOB_ID"):
         reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is interactive"
         found = f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
-        findings = _findings("SLURM", [], found)
-    node_rank = int(env.get("NODE_RANK", 0))
-    problems = []
-    if num_nodes > 1:
-        missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        if missing:
-            problems.append(
-                f"--nodes {num_nodes}, but {', '.join(missing)} not set. Set the same MASTER_ADDR and"
-                " MASTER_PORT on every node, and NODE_RANK to 0, 1, ..."
-            )
-        if not 0 <= node_rank < num_nodes:
-            problems.append(f"NODE_RANK={node_rank} is not below --nodes {num_nodes}")
+        findings.append(Finding("PASS", "SLURM", found))
+    nodes, engines = nodes_of(env, num_nodes)
+    num_nodes = num_nodes if nodes.num_nodes is None else nodes.num_nodes.value
+    env = {**env, **variables_by_hand(nodes, engines)}
+    if engines:
+        per_node = "" if nodes.num_devices is None else f", {nodes.num_devices}"
+        found = f"{nodes.num_nodes or 'no number of nodes'}, {nodes.node_rank or 'no node rank'}{per_node}"
+        findings.append(Finding("PASS", "engine", f"{', '.join(engines)}: {found}"))
+    rank = int(env.get("NODE_RANK", 0))
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if num_nodes > 1 and missing:
+        message = (
+            f"--nodes {num_nodes}, but {', '.join(missing)} not set. Set the same MASTER_ADDR and"
+            " MASTER_PORT on every node, and NODE_RANK to 0, 1, ..."
+        )
+        findings.append(Finding("FAIL", "variables", message))
+    if num_nodes > 1 and not 0 <= rank < num_nodes:
+        message = f"NODE_RANK={rank} is not below --nodes {num_nodes}"
+        findings.append(Finding("FAIL", "variables", message))
     return Placement(
         starter="nobody" if num_nodes == 1 else "script",
-        rank=node_rank,
+        rank=rank,
         world_size=num_nodes,
         num_nodes=num_nodes,
         master_addr=env.get("MASTER_ADDR"),
         master_port=_port(env),
-        findings=(*findings, *_findings("variables", problems)),
+        findings=tuple(findings),
     )
 
 
 def _port(env: Mapping[str, str]) -> int | None:
     text = env.get("MASTER_PORT")
-    if not text:
-        return None
-    port = int(text)
-    if not 0 < port < 65536:
+    if text and not 0 < int(text) < 65536:
         raise ValueError(f"MASTER_PORT={text}, expected 1 to 65535")
-    return port
+    return int(text) if text else None

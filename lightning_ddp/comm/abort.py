@@ -1,0 +1,188 @@
+"""Abort of process groups: unblock the threads inside their collectives, and refuse further ones.
+
+A thread that is blocked inside a collective of torch runs no Python. NCCL communicators are aborted, which
+stops their kernels; from then on NCCL's watchdog ignores them. gloo's own abort leaves waiting threads
+blocked, so its connections are shut down: gloo sees every peer as lost. While gloo makes a group it may wait
+for a lost peer to connect; then this process connects in its place, and closes the connection.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_ddp._torch import REFUSAL, known_groups, refuse_collectives
+from lightning_ddp.errors import ProcessGroupError
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_KNOCK_WITHIN_S = 1.0
+_LOOK_EVERY_S = 0.01
+_remembered: dict[int, str] = {}
+"""Registry of the sockets of groups, because groups do not expose their sockets."""
+_making: list[tuple[dict[int, str], int]] = []
+"""Registry of groups that are being made: the sockets before, and how many peers may connect."""
+_aborts: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()
+"""Registry of aborts: group -> event that is set once the group is aborted."""
+
+
+@contextmanager
+def remember_connections(num_peers: int = 0) -> Generator[None, None, None]:
+    """Record the sockets opened in this context, so that `abort_groups` can shut them down.
+
+    Also works during the context: a group is not made until all ranks have connected, which may never happen.
+
+    Args:
+        num_peers: number of peers for whose connections gloo may wait.
+    """
+    making = _sockets(), num_peers
+    _making.append(making)
+    try:
+        yield
+    finally:
+        _making.remove(making)
+    _remembered.update(_opened_since(making[0]))
+
+
+def abort_groups() -> None:
+    """Make all present and future collectives of this process fail; return at once.
+
+    Each group is aborted in a separate thread: an abort frees memory, for which CUDA waits for all kernels of
+    the device, including those of groups whose abort would come next.
+
+    Thread-safe.
+    """
+    for group in list(known_groups()):
+        is_over = threading.Event()
+        if _aborts.setdefault(group, is_over) is is_over:
+            _start("abort", _abort, group, is_over)
+    present = _sockets()
+    ours = {descriptor: name for descriptor, name in _remembered.items() if present.get(descriptor) == name}
+    num_peers = dict.fromkeys(ours, 0)
+    for before, number in list(_making):
+        num_peers.update(dict.fromkeys(_opened_since(before), number))
+    for descriptor, number in num_peers.items():
+        with suppress(OSError), _duplicate(descriptor) as connection:
+            # Keep listening sockets: gloo terminates the process when it cannot accept.
+            if not _is_listener(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+            elif number:
+                _start("knock", _knock, connection.getsockname(), number)
+
+
+def wait_for_aborts() -> None:
+    """Wait for all aborts that `abort_groups` has begun, which may take as long as a kernel runs."""
+    for is_over in list(_aborts.values()):
+        is_over.wait()
+
+
+def _start(what: str, target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, daemon=True, name=f"lightning_ddp {what}").start()
+
+
+def _abort(group: Any, is_over: threading.Event) -> None:
+    try:
+        with suppress(RuntimeError):  # a backend without abort
+            group.abort()
+    finally:
+        is_over.set()
+
+
+def _knock(address: Any, num_peers: int) -> None:
+    """Connect to a listening socket of gloo as each of its peers would, and close the connections."""
+    for number in range(num_peers):  # the number with which a peer identifies itself
+        with suppress(OSError), socket.create_connection(address[:2], _KNOCK_WITHIN_S) as connection:
+            connection.sendall(number.to_bytes(8, sys.byteorder))
+
+
+def _opened_since(before: dict[int, str]) -> dict[int, str]:
+    """Return new connections, except those accepted by servers here, such as the store.
+
+    Socket pairs are left out, too: they belong to other threads, which start processes meanwhile.
+    """
+    opened = {descriptor: name for descriptor, name in _sockets().items() if before.get(descriptor) != name}
+    served = set()
+    for descriptor, name in before.items() if opened else ():
+        if _remembered.get(descriptor) != name:  # not a group's own listener for its peers
+            with suppress(OSError), _duplicate(descriptor) as connection:
+                if _is_listener(connection):
+                    served.add(_port_of(connection))
+    for descriptor in list(opened):
+        with suppress(OSError), _duplicate(descriptor) as connection:
+            if (port := _port_of(connection)) in served or port < 0:
+                del opened[descriptor]
+    return opened
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _is_listener(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port_of(connection: socket.socket) -> int:
+    """Return the local port, or -1; an accepted connection has the port of its listener."""
+    name = connection.getsockname()
+    is_of_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+    return int(name[1]) if is_of_network else -1
+
+
+def _sockets() -> dict[int, str]:
+    """Map descriptors to names with the inode for all sockets of this process; {} without /proc."""
+    found = {}
+    with suppress(OSError):
+        for entry in _DESCRIPTORS.iterdir():
+            with suppress(OSError):  # the descriptor of this listing is closed meanwhile
+                name = os.readlink(entry)
+                if name.startswith("socket:"):
+                    found[int(entry.name)] = name
+    return found
+
+
+# ---------------------------------------------------------------------- groups of lost ranks
+
+
+def retire_groups(beside: Iterable[Any] = ()) -> None:
+    """Make collectives of all groups raise, and destroy the groups in threads.
+
+    User code may keep a group of lost ranks: its collectives would wait for these ranks. gloo's destructor
+    waits for the threads of the group, and such a thread may wait until the timeout of the group for the rest
+    of a message whose sender was lost.
+
+    Args:
+        beside: further groups, which torch does not know.
+    """
+    known = list(known_groups())
+    for group in known:
+        refuse_collectives(group)
+    for group in {*known, *beside}:
+        _start("let go", _let_go_last, [group])
+
+
+def _let_go_last(held: list[Any]) -> None:
+    while sys.getrefcount(held[0]) > 2:  # the list's reference and that of the argument
+        time.sleep(_LOOK_EVERY_S)
+    held.clear()
+
+
+def explain_retired(error: BaseException) -> ProcessGroupError | None:
+    """Return the error to raise instead of one caused by a retired group; None for another cause."""
+    cause: BaseException | None = error  # torch may raise another one as it logs the error
+    while cause is not None and REFUSAL not in str(cause):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    return ProcessGroupError(
+        "a process group that was created before ranks were lost cannot be used any more. Do not keep"
+        " torch.distributed.group.WORLD, but look it up where you use it; and create groups of"
+        " torch.distributed.new_group again in on_world_changed(), which all remaining ranks call."
+    )

@@ -1,0 +1,224 @@
+"""Call of a collective: its label, its deadline, and the errors that name it.
+
+The waiting rank checks the deadline, so that its error names the collective. The backend gets the same
+timeout plus a margin, because an abandoned collective that still runs would keep the process from exiting.
+After a missed deadline the group cannot be used any more, as the ranks disagree on the next collective: gloo
+breaks its connections, and the communicator of NCCL is aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_ddp._torch import with_timeout
+from lightning_ddp.comm.group import Group, InThread, span
+from lightning_ddp.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ConfigurationError,
+    LightningDDPError,
+    in_seconds,
+    require,
+)
+
+T = TypeVar("T")
+
+_MARGIN = timedelta(seconds=2)
+_NO_TIMEOUT = timedelta(0)
+_WORDS_OF_A_TIMEOUT = ("timed out", "timeout")
+
+
+def check_rank(group: Group, rank: int, what: str) -> None:
+    """Reject a rank that is not in the group; `what` is a phrase such as 'broadcast from'."""
+    if not 0 <= rank < group.size:
+        raise ConfigurationError(f"{what} rank {rank}, but the group has ranks 0 to {group.size - 1}")
+
+
+def limit_of(timeout: timedelta | float, label: str) -> float:
+    """Convert the timeout of a collective to seconds.
+
+    Raises:
+        ConfigurationError: it is not a time above 0.
+    """
+    seconds = in_seconds(f"{label}: timeout", timeout)
+    require(seconds > 0, f"{label}: timeout={timeout!r}: expected a time above 0")
+    return seconds
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A collective that this rank has called; it may start several works.
+
+    Raises:
+        ConfigurationError: this rank is not in the group, or the timeout is invalid.
+    """
+
+    group: Group
+    """Group whose ranks all call the collective."""
+    device: torch.device
+    """Device of the tensors."""
+    label: str
+    """Name in errors, in the profiler and in reports of what a rank waits for."""
+    timeout: timedelta | float | None = None
+    """Time limit from the call on; None for the group's timeout."""
+    started_at: float = field(default_factory=time.monotonic)
+    """Time of the call, in seconds of `time.monotonic`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, Group):
+            raise ConfigurationError(
+                f"this rank is not in the group ({self.group!r}). sub_group returns None on the ranks that"
+                " are not in its list; those ranks must not take part in its collectives."
+            )
+        self._limit_s = float("inf") if self.timeout is None else limit_of(self.timeout, self.label)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the call."""
+        return time.monotonic() - self.started_at
+
+    def start(self, begin: Callable[[], Any]) -> Any:
+        """Call `begin`, which starts a collective, in a profiler span; return its work."""
+        limit = None if self.timeout is None else timedelta(seconds=self._limit_s) + _MARGIN
+        with self.explained(), span(self.label), with_timeout(self.group.process_group, limit):
+            return begin()
+
+    def wait(self, work: Any) -> None:
+        """Wait for a work within the deadline; on CUDA until it has run, if there is a deadline."""
+        with self.explained(work):
+            self.group.wait(work, self.device, self.check_deadline, self.label)
+            self.wait_device()
+
+    def wait_device(self) -> None:
+        """Wait until all work queued on the current stream has run, if the call has a deadline."""
+        if self.timeout is not None:
+            self.group.wait_device(self.device, self.check_deadline)
+
+    def wait_for_thread(self, thread: InThread[T]) -> T:
+        """Wait for a function in a thread within the deadline; return its result."""
+        self.group.wait_call(thread, self.label, self.check_deadline)
+        if isinstance(thread.error, (RuntimeError, TimeoutError)):
+            raise self.explain(thread.error) from thread.error
+        return thread.result
+
+    def check_deadline(self, _waited_s: float) -> None:
+        """Raise `CollectiveTimeoutError` once the deadline has passed, and abort the communicators."""
+        waited_s = self.waited_s
+        if waited_s < self._limit_s:
+            return
+        if self.device.type != "cpu":  # its kernel would never end by itself
+            threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
+        raise CollectiveTimeoutError(
+            f"{self._name} has not ended after {waited_s:.1f} s, past its deadline of {self._limit_s:g} s:"
+            " not all ranks have called it, or a rank is slow or lost. The group cannot be used any further."
+            " Check what the other ranks do, or allow more time.",
+            label=self.label,
+            rank=self.group.rank,
+            waited_s=waited_s,
+        )
+
+    def _abort(self) -> None:
+        with suppress(RuntimeError, AttributeError):  # a backend without abort
+            self.group.process_group.abort()
+
+    @contextmanager
+    def explained(self, work: Any = None) -> Generator[None, None, None]:
+        """Name the collective in an error of the backend; a signal handler's has no completed work."""
+        try:
+            yield
+        except LightningDDPError:
+            raise
+        except RuntimeError as error:
+            if work is not None and not work.is_completed():
+                raise
+            raise self.explain(error) from error
+
+    def explain(self, error: Exception) -> CollectiveError:
+        """Convert an error of the backend to one that names the collective."""
+        is_timeout = any(words in str(error).lower() for words in _WORDS_OF_A_TIMEOUT)
+        kind = CollectiveTimeoutError if is_timeout else CollectiveError
+        waited_s = self.waited_s
+        return kind(
+            f"{self._name} failed after {waited_s:.1f} s: {error}",
+            label=self.label,
+            rank=self.group.rank,
+            waited_s=waited_s,
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.group.rank} of {self.group.size}: {self.label}"
+
+
+def run(
+    group: Group,
+    begin: Callable[[], Any],
+    *,
+    label: str,
+    timeout: timedelta | float | None = None,
+    wait: bool = True,
+) -> Running:
+    """Run any collective of `torch.distributed` that returns a `Work`, with a label and a deadline.
+
+    The wait runs signal handlers, and ends when another rank fails. On CUDA it ends once the collective is
+    queued on the current stream, as torch's does; with a deadline once it has run.
+
+    Collective: all ranks must call it.
+
+    Args:
+        group: the ranks; for `isend` and `irecv` a group of the two.
+        begin: calls a function of `torch.distributed` with `async_op=True` for `group.process_group`, and
+            returns its `Work`.
+        label: name of the collective in errors, in the profiler and in reports of what a rank waits for; the
+            same on all ranks.
+        timeout: deadline of this call; None for the group's timeout.
+        wait: False to return at once. The tensors must not be changed before `wait` of the result.
+
+    Returns:
+        The collective, to wait for later.
+
+    Raises:
+        ConfigurationError: `begin` has returned no work.
+        CollectiveTimeoutError: the deadline has passed; the group cannot be used any further.
+        CollectiveError: the backend failed, for example because a peer was lost.
+        BaseException: the failure of the group's interrupt, such as `PeerFailure`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    call = Call(group=group, device=device, label=label, timeout=timeout)
+    work = call.start(lambda: group.start(label, (), begin, label=label))
+    if work is None:
+        raise ConfigurationError(
+            f"{label}: begin has returned no Work. Pass async_op=True to the collective."
+        )
+    running = Running(call, work)
+    if wait:
+        running.wait()
+    return running
+
+
+class Running:
+    """A collective that `run` has started."""
+
+    def __init__(self, call: Call, work: Any) -> None:
+        self._call, self._work = call, work
+
+    def wait(self) -> None:
+        """Wait for the collective, once; see `run`."""
+        call, work = self._call, self._work
+        try:
+            future = work.get_future()
+        except RuntimeError:  # a message of gloo, whose wait can neither be sliced nor polled
+            call.wait_for_thread(InThread(lambda _: work.wait()))
+            return
+        with call.explained(work):  # of a backend that is unknown here
+            call.group.wait_until(future.done, call.label, call.check_deadline, work=work)
+            work.wait(_NO_TIMEOUT)  # raises its error; with NCCL queues a wait of the stream
+            call.wait_device()

@@ -1,0 +1,262 @@
+"""Nodes of a job: what the engine that started its processes says of them in environment variables.
+
+Where an engine starts one process per node, this package starts the ranks. `ENGINES` has one row per engine,
+from its own source. Processes that an engine starts as ranks (torchrun, srun with one task per device, MPI,
+LSF) are Lightning's environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_ddp._lightning import lightnings
+from lightning_ddp.errors import ConfigurationError
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Nodes",
+    "Told",
+    "nodes_of",
+    "settle_nodes",
+    "take_slurm_task",
+    "variables_by_hand",
+]
+
+_DEFAULT_PORT = "29500"
+"""Port of the store where an engine gives an address only; torchrun's default too."""
+_NODES_VARIABLE = "LIGHTNING_DDP_NODES"
+"""Number of nodes, and the variable that said it where that was removed; for processes started from here."""
+
+
+class Told(NamedTuple):
+    """Number, and the environment variable that says it."""
+
+    value: int
+    variable: str
+
+    def __str__(self) -> str:
+        return f"{self.variable}={self.value}"
+
+
+class _Variables:
+    """Environment variables, with errors that name them."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def number(self, name: str) -> Told | None:
+        """Return the number of a variable; None if it is not set.
+
+        Raises:
+            ConfigurationError: It is no number.
+        """
+        text = self._env.get(name)
+        if not text:
+            return None
+        if not text.isdecimal():
+            raise ConfigurationError(f"{name}={text}: expected a number from 0")
+        return Told(int(text), name)
+
+    def text(self, name: str) -> str | None:
+        return self._env.get(name) or None
+
+    def hosts(self, name: str) -> list[str]:
+        """Return the hosts that a variable lists, one per line or as JSON."""
+        text = self._env.get(name, "").strip()
+        return list(json.loads(text)) if text.startswith("[") else text.split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Statements of an engine about its nodes; None where it says nothing."""
+
+    num_nodes: Told | None = None
+    node_rank: Told | None = None
+    num_devices: Told | None = None
+    """Processes of each node."""
+    address: str | None = None
+    """Host of node 0."""
+    port: str | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Engine that starts one process per node."""
+
+    name: str
+    marks: tuple[str, ...]
+    """Variables that are all set where this engine has started the process."""
+    read: Callable[[_Variables], Nodes]
+
+
+def _of_pet(env: _Variables) -> Nodes:
+    """Read torchrun's arguments as variables. A number of processes may also be `auto`, `cpu` or `gpu`."""
+    range_, per_node = env.text("PET_NNODES") or "", env.text("PET_NPROC_PER_NODE")
+    least, _, most = range_.partition(":")
+    if most and least != most:
+        raise ConfigurationError(
+            f"PET_NNODES={range_} is a range, of which torchrun chooses. Set a number of nodes; with"
+            " on_failure='replace' training continues while fewer of them are there"
+        )
+    return Nodes(
+        num_nodes=_Variables({"PET_NNODES": least}).number("PET_NNODES"),
+        node_rank=env.number("PET_NODE_RANK"),
+        num_devices=None if per_node in ("auto", "cpu", "gpu") else env.number("PET_NPROC_PER_NODE"),
+        address=env.text("PET_MASTER_ADDR"),
+        port=env.text("PET_MASTER_PORT"),
+    )
+
+
+def _of_pods(env: _Variables) -> Nodes:
+    return Nodes(num_nodes=env.number("WORLD_SIZE"), node_rank=env.number("RANK"))
+
+
+def _of_skypilot(env: _Variables) -> Nodes:
+    hosts = env.hosts("SKYPILOT_NODE_IPS")
+    return Nodes(
+        num_nodes=env.number("SKYPILOT_NUM_NODES") or Told(len(hosts), "lines of SKYPILOT_NODE_IPS"),
+        node_rank=env.number("SKYPILOT_NODE_RANK"),
+        address=next(iter(hosts), None),
+    )
+
+
+def _of_sagemaker(env: _Variables) -> Nodes:
+    hosts, here = env.hosts("SM_HOSTS"), env.text("SM_CURRENT_HOST")
+    if here not in hosts:
+        raise ConfigurationError(f"SM_CURRENT_HOST={here} is none of SM_HOSTS={hosts}")
+    return Nodes(
+        num_nodes=Told(len(hosts), "hosts in SM_HOSTS"),
+        node_rank=Told(hosts.index(here), "place of SM_CURRENT_HOST in SM_HOSTS"),
+        address=hosts[0],
+    )
+
+
+def _of_hand(env: _Variables) -> Nodes:
+    number, _, variable = (env.text(_NODES_VARIABLE) or "").partition(" ")
+    return Nodes(
+        num_nodes=Told(int(number), variable) if number else None,
+        node_rank=env.number("NODE_RANK"),
+        address=env.text("MASTER_ADDR"),
+        port=env.text("MASTER_PORT"),
+    )
+
+
+_OF_PODS = {"RANK", "WORLD_SIZE"}
+ENGINES = (
+    Engine("by hand", (), _of_hand),
+    Engine("Kubeflow TrainJob", ("PET_NNODES",), _of_pet),
+    Engine("Kubeflow PyTorchJob or Vertex AI", tuple(_OF_PODS), _of_pods),
+    Engine("SkyPilot", ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"), _of_skypilot),
+    Engine("SageMaker", ("SM_HOSTS", "SM_CURRENT_HOST"), _of_sagemaker),
+)
+"""Rows of the table, those whose address is preferred first."""
+
+
+def nodes_of(env: Mapping[str, str], num_nodes: int = 1) -> tuple[Nodes, list[str]]:
+    """Return what all engines together say of the nodes, and the names of the engines that were found.
+
+    `num_nodes` is the number of nodes in the script, without which an index alone does not say that there are
+    several: Kubernetes numbers the pods of a sweep, too.
+
+    Raises:
+        ConfigurationError: Two variables contradict each other, or one is malformed.
+    """
+    # with LOCAL_RANK, RANK and WORLD_SIZE count ranks; without it, pods
+    shown = env.keys() - (_OF_PODS if "LOCAL_RANK" in env else set())
+    found = [engine for engine in ENGINES if shown >= set(engine.marks)]
+    said = [engine.read(_Variables(env)) for engine in found]
+    stated = _agreed([nodes.num_nodes for nodes in said])
+    node_rank = _agreed([nodes.node_rank for nodes in said])
+    if node_rank is None and (num_nodes > 1 or stated is not None):
+        node_rank = _Variables(env).number("JOB_COMPLETION_INDEX")
+    if stated is not None and node_rank is not None and node_rank.value >= stated.value:
+        raise ConfigurationError(f"{node_rank}, but nodes are counted from 0, and {stated}")
+    return (
+        Nodes(
+            num_nodes=stated,
+            node_rank=node_rank,
+            num_devices=_agreed([nodes.num_devices for nodes in said]),
+            address=next((nodes.address for nodes in said if nodes.address), None),
+            port=next((nodes.port for nodes in said if nodes.port), None),
+        ),
+        [engine.name for engine in found if engine.marks],
+    )
+
+
+def _agreed(told: list[Told | None]) -> Told | None:
+    """Return the statement that all make that make one; `ConfigurationError` if two differ."""
+    made = [one for one in told if one is not None]
+    for one in made[1:]:
+        if one.value != made[0].value:
+            raise ConfigurationError(f"{made[0]}, but {one}: they contradict each other. Unset one of them")
+    return made[0] if made else None
+
+
+def variables_by_hand(nodes: Nodes, engines: list[str]) -> dict[str, str]:
+    """Return the variables of this node as if it had been started by hand, where `engines` say them."""
+    variables = {}
+    if nodes.node_rank is not None:
+        variables["NODE_RANK"] = str(nodes.node_rank.value)
+    if engines and nodes.address is not None:
+        variables.update(MASTER_ADDR=nodes.address, MASTER_PORT=nodes.port or _DEFAULT_PORT)
+    return variables
+
+
+def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[int, int]:
+    """Return the numbers of nodes and of devices per node: the engine's, where the script leaves them open.
+
+    Sets `MASTER_ADDR`, `MASTER_PORT` and `NODE_RANK` of this process, as for a node started by hand, and
+    removes variables that count pods as ranks.
+
+    Args:
+        num_nodes: Number of nodes in the script; 1 is Lightning's default, hence open.
+        num_devices: Devices of each node in the script.
+        is_open: True if the script leaves the number of devices to Lightning.
+
+    Raises:
+        ConfigurationError: Script and engine, or two engines, contradict each other.
+    """
+    env = os.environ
+    nodes, engines = nodes_of(env, num_nodes)
+    if nodes.num_nodes is not None:
+        if num_nodes not in (1, nodes.num_nodes.value):
+            raise ConfigurationError(
+                f"Trainer(num_nodes={num_nodes}), but {nodes.num_nodes} ({', '.join(engines)}). Leave"
+                " num_nodes out of the script, or start as many nodes"
+            )
+        num_nodes = nodes.num_nodes.value
+    if nodes.num_devices is not None and nodes.num_devices.value != num_devices:
+        if not is_open:
+            raise ConfigurationError(
+                f"Trainer(devices={num_devices}), but {nodes.num_devices} ({', '.join(engines)}). Leave"
+                " devices out of the script, or change one of them"
+            )
+        num_devices = nodes.num_devices.value
+    if nodes.num_nodes is not None and "LOCAL_RANK" not in env and env.keys() >= _OF_PODS:
+        for name in _OF_PODS:  # libraries take them for ranks
+            del env[name]
+        env[_NODES_VARIABLE] = f"{num_nodes} {nodes.num_nodes.variable}"
+    if num_nodes > 1:
+        env.update(variables_by_hand(nodes, engines))
+    return num_nodes, num_devices
+
+
+def take_slurm_task() -> None:
+    """Take a task of SLURM for a node, if srun has started one per node, instead of for a rank.
+
+    This process gets the variables of a node that was started by hand, and loses the one by which Lightning
+    takes each task for a rank.
+    """
+    num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
+    if num_tasks is None or num_tasks != os.environ.get("SLURM_NNODES") or not kind.detect():
+        return
+    slurm = kind()
+    address, port, node = slurm.main_address, slurm.main_port, slurm.node_rank()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
+    os.environ[_NODES_VARIABLE] = f"{num_tasks} SLURM_NNODES"
+    del os.environ["SLURM_NTASKS"]

@@ -1,0 +1,173 @@
+"""Two nodes, as each engine starts them: network namespaces with the variables that it sets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import RUN, RunningScript, start_script
+from harness.engine_script import NUM_SAMPLES
+from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
+from test_replace import Ledger
+from test_shrink import SCRIPT
+from test_two_nodes import replacing
+
+HERE = Path(__file__).parent / "harness" / "engine_script.py"
+PORT = "29512"
+BOTH = {"devices": 2, "num_nodes": 2}
+
+
+def by_hand(node: int) -> dict[str, str]:
+    return {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "NODE_RANK": str(node)}
+
+
+def train_job(node: int) -> dict[str, str]:
+    return {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": str(node),
+        "PET_MASTER_ADDR": ADDRESSES[0],
+        "PET_MASTER_PORT": PORT,
+        "JOB_COMPLETION_INDEX": str(node),
+    }
+
+
+def pytorch_job(node: int) -> dict[str, str]:
+    return {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "WORLD_SIZE": "2", "RANK": str(node)}
+
+
+def vertex(node: int) -> dict[str, str]:
+    return {**pytorch_job(node), "CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'}
+
+
+def indexed_job(node: int) -> dict[str, str]:
+    return {"JOB_COMPLETION_INDEX": str(node), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
+
+
+def skypilot(node: int) -> dict[str, str]:
+    return {
+        "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NODE_IPS": "\n".join(ADDRESSES),
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+    }
+
+
+def slurm(node: int, local_rank: int | None = None) -> dict[str, str]:
+    """One task of srun: the node, or one of two ranks there."""
+    tasks = 1 if local_rank is None else 2
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NNODES": "2",
+        "SLURM_NODEID": str(node),
+        "SLURM_NODELIST": "10.197.31.[1-2]",
+        "SLURM_NTASKS": str(2 * tasks),
+        "SLURM_NTASKS_PER_NODE": str(tasks),
+        "SLURM_PROCID": str(tasks * node + (local_rank or 0)),
+        "SLURM_LOCALID": str(local_rank or 0),
+        "SLURM_STEP_ID": "0",
+    }
+
+
+def torchrun(node: int) -> tuple[str, ...]:
+    address = (f"--node-rank={node}", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}")
+    return ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *address)
+
+
+Way = tuple[Callable[[int], list[dict[str, str]]], Callable[[int], tuple[str, ...]], dict[str, int]]
+
+
+def a_node(variables: Callable[[int], dict[str, str]], launcher: tuple[str, ...], **trainer: int) -> Way:
+    """One process per node."""
+    return lambda node: [variables(node)], lambda _: launcher, trainer
+
+
+WAYS: dict[str, Way] = {
+    "by hand": a_node(by_hand, (), **BOTH),
+    "run": a_node(by_hand, RUN, **BOTH),
+    "torchrun": (lambda _: [{}], torchrun, BOTH),
+    "srun, a task a device": (lambda node: [slurm(node, rank) for rank in (0, 1)], lambda _: (), BOTH),
+    "srun, a task a node": a_node(slurm, RUN, devices=2),
+    "PyTorchJob, python": a_node(pytorch_job, (), devices=2),
+    "PyTorchJob, run": a_node(pytorch_job, RUN, **BOTH),
+    "TrainJob": a_node(train_job, RUN, **BOTH),
+    "TrainJob, open": a_node(train_job, RUN),
+    "TrainJob, open, python": a_node(train_job, ()),
+    "indexed Job": a_node(indexed_job, RUN, **BOTH),
+    "SkyPilot": a_node(skypilot, RUN, devices=2),
+    "Vertex AI": a_node(vertex, (), devices=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_starting_two_nodes_trains_each_sample_once(way: str, tmp_path: Path) -> None:
+    variables, launcher, trainer = WAYS[way]
+    order = json.dumps({"folder": str(tmp_path), "trainer": trainer})
+    with two_namespaces(), contextlib.ExitStack() as stack:
+        scripts = [
+            stack.enter_context(
+                start_script(
+                    HERE,
+                    [order],
+                    {**env, "GLOO_SOCKET_IFNAME": INTERFACES[node]},
+                    namespace=NAMESPACES[node],
+                    launcher=launcher(node),
+                )
+            )
+            for node in range(2)
+            for env in variables(node)
+        ]
+        for script in scripts:
+            script.wait(120).check()
+    notes = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [note["rank"] for note in notes] == [0, 1, 2, 3]
+    assert [(note["node_rank"], note["local_rank"]) for note in notes] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {(note["world_size"], note["num_nodes"], note["num_devices"]) for note in notes} == {(4, 2, 2)}
+    assert sorted(sample for note in notes for sample in note["samples"]) == list(range(NUM_SAMPLES))
+    assert all(note["weights"] == notes[0]["weights"] for note in notes)
+
+
+@contextlib.contextmanager
+def pods(folder: Path, variables: Callable[[int], dict[str, str]], **order: Any) -> Iterator[Any]:
+    """Start a node under `run`, with its process group as the pod."""
+
+    def start(node: int) -> contextlib.AbstractContextManager[RunningScript]:
+        given = {"folder": str(folder), "devices": 2, **order}
+        env = {**variables(node), "GLOO_SOCKET_IFNAME": INTERFACES[node]}
+        return start_script(SCRIPT, [json.dumps(given)], env, namespace=NAMESPACES[node], launcher=RUN)
+
+    with two_namespaces():
+        yield start
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
+@pytest.mark.parametrize("variables", [train_job, indexed_job, skypilot, slurm])
+def test_a_pod_that_is_killed_comes_back_by_the_same_command(
+    variables: Callable[[int], dict[str, str]], tmp_path: Path
+) -> None:
+    order = replacing(2)
+    if variables is indexed_job:
+        order["trainer"]["num_nodes"] = 2
+    with pods(tmp_path, variables, **order) as start, start(0) as first, contextlib.ExitStack() as stack:
+        with start(1) as second:
+            first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
+            for process in second.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):  # the first takes others along
+                    process.kill()
+            assert second.wait(60).returncode == -signal.SIGKILL
+        first.wait_until(lambda: bool(Ledger(tmp_path).changes))
+        again = stack.enter_context(start(1))
+        for script in (first, again):
+            assert script.wait(240).returncode == 0, script.output()
+    ledger = Ledger(tmp_path)
+    ledger.check_members(4)
