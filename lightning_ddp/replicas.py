@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
@@ -248,7 +248,12 @@ def parallel_apply(
     if len(replicas) == 1:
         return [run(0)]
     with ThreadPoolExecutor(max(1, len(replicas)), thread_name_prefix="replica") as threads:
-        return list(threads.map(run, range(len(replicas))))
+        # not `threads.map`, which cancels what has not begun when an earlier replica has raised
+        futures = [threads.submit(run, index) for index in range(len(replicas))]
+        try:
+            return list(map(Future.result, futures))
+        finally:
+            futures.clear()  # they hold the error, whose traceback holds this frame
 
 
 def _device_of(arguments: Any) -> torch.device | None:

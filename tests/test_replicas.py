@@ -446,6 +446,21 @@ def test_an_exit_passes_unchanged(num_replicas) -> None:
     assert caught.value.code == 3
 
 
+def test_all_replicas_run_although_the_first_has_raised_before_the_second_begins() -> None:
+    begun = []
+
+    def replica(index: int) -> None:
+        begun.append(index)
+        if index == 0:
+            raise ValueError("now")
+
+    for _ in range(200):
+        begun.clear()
+        with pytest.raises(ValueError, match="now"):
+            parallel_apply([replica] * 8, list(range(8)))
+        assert sorted(begun) == list(range(8))
+
+
 def test_an_error_does_not_keep_the_replicas_tensors_alive() -> None:
     alive = []
 
