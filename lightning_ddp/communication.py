@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,15 @@ if TYPE_CHECKING:  # a run without hook and averager does not import them, which
 
 STATE_FORMAT = 1
 """Version of the dictionary that `Communication.shared_state` returns."""
+
+
+class Equal(Enum):
+    """State that is equal on all ranks after an optimizer step."""
+
+    ALL = auto()
+    PARAMETERS = auto()
+    NOTHING = auto()
+
 
 HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callable[..., Any]
 """Hook by name, by name and options, as a list (outer to inner), or a function with torch's signature."""
@@ -80,6 +90,7 @@ class Communication:
         self.averager: Averager | None = None
         self._model: Any = None
         self._scaler: Callable[[], Any] = _no_scaler
+        self._loss_scale: Callable[[], Any] = _no_scaler
 
     # ------------------------------------------------------------------ wiring
 
@@ -124,7 +135,7 @@ class Communication:
             ConfigurationError: the ranks have different hooks or averagers.
         """
         self._model = model
-        self._scaler = scaler
+        self._scaler, self._loss_scale = scaler, loss_scale
         self.averager = None  # of an earlier run
         hook: Callable[..., Any] | None = self._function
         if self._hook_plan is not None:
@@ -220,6 +231,28 @@ class Communication:
     def has_met(self) -> bool:
         """True if all ranks have taken the last step together, or have averaged since."""
         return self.averager is None or self.averager.has_met
+
+    @property
+    def equal_after_step(self) -> Equal:
+        """State that is the same on all ranks after the last optimizer step."""
+        if self.kind == "noop" or (self.averager is not None and not self.averager.is_same):
+            return Equal.NOTHING
+        return Equal.PARAMETERS if self.is_local else Equal.ALL
+
+    @property
+    def why_unequal(self) -> str | None:
+        """Reason why replicas are expected to differ, for all of a run or its local training; None for none."""
+        if self.kind == "noop":
+            return "the hook 'noop' averages no gradients"
+        if self.averager is not None and self.averager.mixes_rounds:
+            return f"{self.averager.name!r} leaves each rank a part of its own parameters in local training"
+        return None
+
+    def replicated_state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the hook and the loss scaler that all ranks share, by name, without a copy."""
+        found = self._stateful.shared_tensors() if self._stateful is not None else {}
+        scale = self._loss_scale()
+        return {**found, "loss scale": scale} if isinstance(scale, torch.Tensor) else found
 
     @property
     def keeps_parameters(self) -> bool:

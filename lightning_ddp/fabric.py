@@ -78,11 +78,13 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         init_method: str | None = None,
         store: dist.Store | None = None,
         debug: Debug | None = None,
+        replica_check: str | Mapping[str, Any] = "warn",
     ) -> None:
         options = self._take_options(locals())
         self._communicates = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging)
         self._averages = Communication(*self._communicates).averager_plan is not None  # and checks them
         self._set_up: list[tuple[BucketedDDP, Communication, list[torch.optim.Optimizer]]] = []
+        self._num_steps_taken = 0
         super().__init__(precision=precision, **options)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]  # has its one method
 
@@ -102,6 +104,16 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         context.control.restore_sigterm()
         if self._runs_script:  # and not a function that a launcher runs
             ScriptRun(context.control).begin()
+        self._start_replica_check(self._replicas)
+
+    def _replicas(self) -> list[Any]:
+        from lightning_ddp.replica_check import Replica
+
+        return [Replica(*each) for each in self._set_up]
+
+    def _num_steps(self) -> int:
+        self._num_steps_taken += 1
+        return self._num_steps_taken
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         """Wrap a model, with its own communication hook.

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_ddp._lightning import ForwardRedirection, LightningModule, ResultCollection
+from lightning_ddp._lightning import (
+    ForwardRedirection,
+    LightningModule,
+    ResultCollection,
+    Trainer,
+    loaders_of,
+)
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.buffers import copy_states, put_states
 from lightning_ddp.errors import ConfigurationError
@@ -16,7 +22,7 @@ from lightning_ddp.strategy_core import as_wrapper
 if TYPE_CHECKING:  # imported late, as most runs do not need it
     from lightning_ddp.ddp.lockstep import Lockstep
 
-__all__ = ["LockstepResults", "ManualOptimizationRedirection", "require_lockstep"]
+__all__ = ["LockstepResults", "ManualOptimizationRedirection", "require_lockstep", "shared_facts"]
 
 
 class ManualOptimizationRedirection(ForwardRedirection):
@@ -72,3 +78,19 @@ def require_lockstep(module: LightningModule) -> None:
             " because the checkpoint does not contain which batches each rank has used. Resume from a"
             " checkpoint of the end of an epoch."
         )
+
+
+def shared_facts(trainer: Trainer, deals_batches: bool) -> dict[str, Any]:
+    """Return what all ranks of a fit have to agree on, by name, for the replica check.
+
+    With `deals_batches` the ranks may have different numbers of batches.
+    """
+    facts: dict[str, Any] = {"global_step": trainer.global_step, "current_epoch": trainer.current_epoch}
+    if not deals_batches:
+        facts["number of training batches"] = trainer.num_training_batches
+    for index, loader in enumerate(loaders_of(trainer.fit_loop)):
+        sampler = getattr(loader, "sampler", None)
+        for name in ("seed", "epoch"):  # of a distributed sampler, whose ranks shuffle alike
+            if isinstance(getattr(sampler, name, None), int):
+                facts[f"{name} of the sampler of training dataloader {index}"] = getattr(sampler, name)
+    return facts

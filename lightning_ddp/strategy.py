@@ -39,7 +39,12 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, HookSpec
 from lightning_ddp.elastic.step_observer import StepObserver
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
-from lightning_ddp.loop_parts import LockstepResults, ManualOptimizationRedirection, require_lockstep
+from lightning_ddp.loop_parts import (
+    LockstepResults,
+    ManualOptimizationRedirection,
+    require_lockstep,
+    shared_facts,
+)
 from lightning_ddp.shm.hosts import Transport
 from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, UnevenInputs, as_wrapper
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
@@ -118,6 +123,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue: it
             needs `on_failure` 'shrink' or 'replace'. A mapping with `name` and `signal`: the signal to react
             to instead of SIGTERM, such as 'SIGUSR1'.
+        replica_check: What happens when the ranks' parameters, optimizer states or learning rates are no
+            longer equal bit for bit, of which a part is compared after each step: 'off', 'warn', 'stop' or
+            'heal'. 'warn' prints which rank, parameter and step, 'stop' also ends the run, 'heal' copies the
+            state of the majority to that rank, as after a loss: it needs `on_failure` 'shrink' or 'replace'.
+            A mapping with `name` and options: `cycle_steps`, `mb_per_step`.
         emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
             fit; a path is the folder. The file is `emergency-step=N.ckpt`. True uses a folder `emergency`
             beside that of the Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA
@@ -175,6 +185,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         debug: Debug | None = None,
         on_failure: str | Mapping[str, Any] = "stop",
         on_preemption: str | Mapping[str, Any] = "stop",
+        replica_check: str | Mapping[str, Any] = "warn",
         emergency_checkpoint: bool | str | Path = True,
     ) -> None:
         options = self._take_options(locals())
@@ -284,6 +295,22 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 self._joined_group(),
                 keeps_rounds=self._observer.repeats_steps,
             )
+            self._start_replica_check(self._replicas, self._shared_facts)
+
+    def _replicas(self) -> list[Any]:
+        from lightning_ddp.replica_check import Replica
+
+        wrapper = as_wrapper(self.model)
+        return [] if wrapper is None else [Replica(wrapper, self._communication, self.optimizers)]
+
+    def _shared_facts(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        deals_batches = self._uneven_inputs is not None or self._observer.dealer is not None
+        return shared_facts(self.lightning_module.trainer, deals_batches)
+
+    def _num_steps(self) -> int:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.global_step + 1  # which counts it when it has returned
 
     def set_world_ranks(self) -> None:
         """Set this process's rank and the number of ranks in the cluster environment."""
@@ -701,6 +728,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._lockstep is not None:
             self._lockstep.forget()
             self._lockstep = None
+        if self._replica_check is not None:
+            self._replica_check.release()
+            self._replica_check = None
         super().teardown()
 
 

@@ -20,13 +20,19 @@ from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError, in_seconds, one_of
 from lightning_ddp.launch.rendezvous import check_meeting_place
 from lightning_ddp.shm.hosts import check_transport
-from lightning_ddp.supervise.settings import SupervisionSettings, parse_on_failure, parse_on_preemption
+from lightning_ddp.supervise.settings import (
+    SupervisionSettings,
+    parse_on_failure,
+    parse_on_preemption,
+    parse_replica_check,
+)
 
 if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.launch.job_context import JobContext
     from lightning_ddp.launch.launcher import ScriptLauncher
     from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
+    from lightning_ddp.replica_check import Replica, ReplicaCheck
 
 __all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
 
@@ -73,6 +79,7 @@ class StrategyCore:
     _group: Group | None = None
     _supervision: SupervisionSettings
     _wrapper_options: dict[str, Any]
+    _replica_check: ReplicaCheck | None = None
 
     if TYPE_CHECKING:  # Lightning's
         root_device: Any
@@ -83,6 +90,9 @@ class StrategyCore:
 
         def _scaler(self) -> Any:
             """Return the loss scaler of mixed precision, or None."""
+
+        def _num_steps(self) -> int:
+            """Return the number of optimizer steps with the present one."""
 
     # ------------------------------------------------------------------ options
 
@@ -117,6 +127,7 @@ class StrategyCore:
             stall_timeout_s=stall_timeout_s,
             recovery=parse_on_failure(given.get("on_failure", "stop")),
             preemption=parse_on_preemption(given.get("on_preemption", "stop")),
+            replicas=parse_replica_check(given["replica_check"]),
         )
         self._init_method, self._given_store = given["init_method"], given["store"]
         self._transport, self._debug = given["transport"], given["debug"]
@@ -245,7 +256,35 @@ class StrategyCore:
         output = take()
         for communication in averaging:
             communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)
+        if self._replica_check is not None:
+            self._replica_check.after_step(self._num_steps())
         return output
+
+    def _start_replica_check(
+        self, replicas: Callable[[], Sequence[Replica]], facts: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        """Compare the replicas of this run; log why not, where that is asked for in vain.
+
+        Raises:
+            ConfigurationError: the run is to stop or heal, but has no control channel.
+        """
+        settings, context = self._supervision.replicas, self._context
+        self._replica_check, why = None, None
+        if settings is None or context is None:
+            return
+        if self._joined_group().size == 1 and not context.is_joining:
+            why = "there is one rank" if settings.name != "warn" else None
+        elif context.control.watch is None:
+            why = "LIGHTNING_DDP_SUPERVISION=0 has switched off the control channel"
+            if settings.name != "warn":
+                raise ConfigurationError(f"replica_check={settings.name!r} has no effect, because {why}")
+        else:
+            from lightning_ddp.replica_check import ReplicaCheck
+
+            self._replica_check = ReplicaCheck(context.control, settings, replicas, facts)
+            why = next(filter(None, (each.communication.why_unequal for each in replicas())), None)
+        if why is not None and self._joined_group().rank == 0:
+            _log.warning("replica_check: replicas are not compared, because %s", why)
 
     def _load_state(
         self, communication: Communication, module: torch.nn.Module, checkpoint: dict[str, Any], path: Any

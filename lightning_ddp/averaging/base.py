@@ -134,6 +134,11 @@ class Averager:
         return self._standing is not Standing.APART
 
     @property
+    def is_same(self) -> bool:
+        """True if all ranks have the same parameters."""
+        return self._standing is Standing.SAME
+
+    @property
     def num_bytes_sent(self) -> int:
         """Number of bytes that this rank has sent for averaging."""
         return self.channel.num_bytes_sent

@@ -208,6 +208,17 @@ class StatefulHook(Hook):
             return None
         return value
 
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state that is the same on all ranks; none on a device, where a job may be changing it."""
+        if self.is_deferred:
+            return {}
+        return {
+            f"{key} of {name} in the hook {self.name}": value
+            for name, values in self._state.items()
+            for key, value in values.items()
+            if key in self.shared_keys
+        }
+
     def remember(self, name: str, key: str, value: torch.Tensor) -> None:
         """Keep `value` for later steps, once this step has finished."""
         self._pending.setdefault(name, {})[key] = value

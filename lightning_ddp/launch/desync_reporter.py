@@ -38,6 +38,8 @@ from lightning_ddp.supervise.protocol import (
     RankStatus,
     SendValue,
     State,
+    StateRequest,
+    StateValues,
     StatusReply,
     StatusRequest,
 )
@@ -83,6 +85,8 @@ class DesyncReporter:
         """Age in seconds at which an awaited collective counts as failed."""
         self.is_comparing = False
         """True if each collective is compared between the ranks before it starts."""
+        self.state_values: Callable[[int], StateValues] | None = None
+        """Function that answers what of this rank's state was hashed at a number."""
         self.num_runs = 0
         """Number of runs (fits, tests ...) that have begun."""
         self._is_active = False
@@ -142,6 +146,8 @@ class DesyncReporter:
                 if answer is not None:
                     answer.message = message
                     answer.has_come.set()
+            case StateRequest(number) if self._watch is not None and self.state_values is not None:
+                self._watch.post(self.state_values(number))
             case PeerValue(sender, topic, value):
                 listener = self._listeners.get(topic)
                 if listener is not None:

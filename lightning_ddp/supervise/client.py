@@ -100,6 +100,8 @@ class ControlClient:
         self._next_report = time.monotonic() + self.state.order.period_s
         self._learned, self._ordered = threading.Event(), threading.Event()
         """The latter is set with each order, too."""
+        self.attachment: Callable[[], Message | None] = lambda: None
+        """Function that returns what to send with a periodic report and at the end of a run, or None."""
         self._when_all_left: Callable[[], None] = _do_nothing
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
@@ -233,6 +235,9 @@ class ControlClient:
         looks_at = time.monotonic() + _LOOK_AGAIN_S
         try:
             self._when_all_left = when_all_left
+            attached = self.attachment()
+            if attached is not None:
+                self.post(attached)
             end()
             while self.failure is None and not self.state.has_ended_everywhere() and not self._is_deaf:
                 self.wait_for_order()
@@ -275,8 +280,10 @@ class ControlClient:
         with self.lock:
             period_s = self.state.order.period_s
             report = self.state.news(self._where, is_due=is_due)
-        if report is not None:
-            self._write(pack(report))
+        attached = self.attachment() if is_due else None
+        for message in (report, attached):
+            if message is not None:
+                self._write(pack(message))
         if is_due and now - self._next_report > period_s:  # this process was stopped itself
             self._heard_at = now
         self._next_report = now + period_s if is_due else min(self._next_report, now + period_s)

@@ -309,13 +309,19 @@ class History:
         self._left.setdefault(slot, record)
         self._since = now if self._since is None else self._since
 
-    def formed(self, step: int, before: Sequence[int], after: Sequence[int], now: float) -> None:
-        """Note the next generation, from a step; `before` and `after` are slots by rank."""
+    def formed(
+        self, step: int, before: Sequence[int], after: Sequence[int], now: float, healed: Sequence[int] = ()
+    ) -> None:
+        """Note the next generation, from a step; `before` and `after` are slots by rank.
+
+        The ranks `healed` take over the state of another one.
+        """
         self._since = now if self._since is None else self._since
         left = [self._left.pop(slot) for slot in before if slot not in after and slot in self._left]
         joined = [str(rank) for rank, slot in enumerate(after) if slot not in before]
         who = f"; left: {', '.join(map(_who, left))}" if left else ""
         who += f"; joined: rank {', '.join(joined)}" if joined else ""
+        who += f"; healed: rank {', '.join(map(str, healed))}" if healed else ""
         self._generations.append((f"step {step}: {len(before)} -> {len(after)} ranks", who))
 
     def went_on(self, now: float) -> None:

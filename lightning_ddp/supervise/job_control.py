@@ -20,6 +20,7 @@ from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
 from lightning_ddp.supervise.processes import Process, ProcessState
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
+from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
 from lightning_ddp.supervise.root_cause import RootCauseTracker
 from lightning_ddp.supervise.settings import SupervisionSettings
 from lightning_ddp.supervise.stall_watch import StallWatch
@@ -75,8 +76,9 @@ class JobControl:
         self._members: dict[int, Process] = {}
         """Members by rank."""
         self._inspection = DesyncDetector(world_size, self._members)
+        self._replicas = ReplicaComparison(range(world_size))
         self._seen = -1
-        """Generation for which the detector was made."""
+        """Generation for which the detector and the comparison were made."""
         self._gone_between: list[FailureRecord] = []
         """Processes that vanished between two runs: a failure if another run begins."""
         self._is_told = False
@@ -90,7 +92,7 @@ class JobControl:
 
     def deadline(self, now: float) -> float | None:
         """Return when to call `decide` at the latest; None if nothing is pending."""
-        deadlines = [self._verdict.deadline(), self._inspection.deadline()]
+        deadlines = [self._verdict.deadline(), self._inspection.deadline(), self._replicas.deadline()]
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look())
         if not self._is_told:
@@ -133,6 +135,12 @@ class JobControl:
             case protocol.ListRanks():
                 ranks = [member.rank for member in self.job.roster.remaining if member.is_connected]
                 self._connections.send(peer, protocol.RankList(tuple(sorted(ranks))))
+            case protocol.StateHashes() | protocol.StateValues() if process is not None:
+                is_old = (
+                    isinstance(message, protocol.StateHashes) and message.generation != self.job.generation
+                )
+                if process.is_member and not is_old:
+                    self._deliver(self._replicas.handle(process.rank, message, now))
             case _ if process is not None and process.is_member:
                 self._deliver(self._inspection.handle(process.rank, message, now))
 
@@ -274,6 +282,9 @@ class JobControl:
         stranded = self._inspection.stranded(job.all_ended)
         if stranded is not None and stranded[0] in self._members:
             self._verdict.accuse(FailureRecord.of_identity(self._members[stranded[0]].who, stranded[1]))
+        difference = self._replicas.due(now)
+        if difference is not None and not self._is_told:
+            self._differ(difference)
         if not self._is_told:
             for process in job.unexplained(now):
                 self._failed(process, now)
@@ -285,6 +296,18 @@ class JobControl:
         self._say(job.history.tell())
         self._connections.send_all(protocol.Failure(first))
         return first
+
+    def _differ(self, found: Difference) -> None:
+        """Handle replicas that are not equal, as the option says."""
+        settings, parted = self._settings.replicas, [self._members[rank] for rank in found.ranks]
+        action = settings.name if settings is not None else "warn"
+        heals = action == "heal" and found.has_majority and found.can_be_copied
+        if heals and self.job.heal(parted):
+            self._say(f"{found.text}\n  It takes the state of the majority at the next step boundary.\n")
+        elif action == "warn":
+            self._say(f"{found.text}\n")
+        else:
+            self._verdict.accuse(FailureRecord.of_identity(parted[0].who, found.text))
 
     def _failed(self, process: Process, now: float) -> None:
         """Handle a member that has reported no more than that it fails."""
@@ -347,6 +370,7 @@ class JobControl:
         if self._seen >= 0:
             self._members = {member.rank: member for member in self.job.roster.members}
             self._inspection = DesyncDetector(len(self._members), self._members)
+            self._replicas = ReplicaComparison(self._members)
         self._seen = self.job.generation
         self._stall.begin(now)
 

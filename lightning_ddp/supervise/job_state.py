@@ -97,6 +97,8 @@ class JobState:
         self._leaves_at: float | None = None
         """Time at which those that were asked to leave do; None if nobody was."""
         self._settles_at = 0.0
+        self._parted: set[Process] = set()
+        """Members that are to take over the state of another one."""
         self._lost: dict[Process, FailureRecord] = {}
         """Members that were lost since a generation was formed."""
         self._new: NewGeneration | None = None
@@ -188,6 +190,13 @@ class JobState:
             self.stop(wish, now)
         else:
             self._leaves_at = now + SETTLE_S
+
+    def heal(self, parted: Iterable[Process]) -> bool:
+        """Have members copy the state of another one at the next boundary; return False if none comes."""
+        if not self.goes_on or not self._all_are_active or self.stopping is not None:
+            return False
+        self._parted.update(parted)
+        return True
 
     def dismiss(self, node: int, now: float) -> list[Process]:
         """Have all processes of a node leave, and nobody join there; return its members."""
@@ -447,6 +456,7 @@ class JobState:
         if self._current.awaited:
             return
         self._whole, self.left, self._voids, self.cause = self.generation, [], [], None
+        self._parted.clear()
         self.history.went_on(now)
         if self.stopping is not None:
             self._position = -1
@@ -527,7 +537,8 @@ class JobState:
         """Return True if all are to stop at a boundary: for a signal, or as others join or leave."""
         if self.stopping is not None:
             return True
-        if self._leaves_at is None and not self.roster.standing:  # as for most of a run
+        parted = [process for process in self._parted if process.is_member]
+        if self._leaves_at is None and not self.roster.standing and not parted:  # as for most of a run
             return False
         if not self._all_are_active:  # the run ends, and nobody meets in it any more
             return False
@@ -549,7 +560,7 @@ class JobState:
                 self._actions.append(Say(text))
                 self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
                 return True
-        return bool(ready)
+        return bool(ready or parted)
 
     @property
     def _all_are_active(self) -> bool:
@@ -591,6 +602,7 @@ class JobState:
             known,
             joined=tuple(process.place for process in joined),
             before=before,
+            parted=[process.place for process in staying if process in self._parted],
             left=tuple(sorted(self.left)),
             is_met=is_met,
         )
@@ -611,5 +623,6 @@ class JobState:
         self._not_ended = {process for process in members if process.report.ended <= self.all_ended}
         if not any(process.wants_to_leave for process in members):
             self._leaves_at = None
-        self.history.formed(self._new.step, before, self._new.members, now)
+        healed = [process.rank for process in members if process in self._parted]
+        self.history.formed(self._new.step, before, self._new.members, now, healed=healed)
         self._enter(JobPhase.FORMING, now)

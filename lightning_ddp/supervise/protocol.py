@@ -13,9 +13,10 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 
 __all__ = ["VERSION", "Message", "Outgoing", "ProtocolError"]
 
-VERSION = 1
+VERSION = 2
 """Version of the protocol: greater with each change of a message."""
 _MOST_GROUPS = 6
+_MOST_NAMES, _MOST_NOTES = 64, 8
 
 
 class ProtocolError(Exception):
@@ -206,6 +207,28 @@ class SendValue(Message):
     value: Any
 
 
+class StateHashes(Message):
+    """Hashes of slices of a rank's state since its last message of this kind, by their numbers."""
+
+    generation: int
+    run: int
+    hashes: dict[int, int]
+
+
+class StateValues(Message):
+    """Answer to `StateRequest`: what a rank hashed; no names if it has forgotten."""
+
+    number: int
+    step: int
+    before: int | None
+    """Step after which the same was hashed before."""
+    names: Annotated[tuple[Text, ...], _MOST_NAMES]
+    values: Annotated[tuple[int, ...], _MOST_NAMES]
+    can_be_copied: bool
+    notes: Annotated[tuple[Text, ...], _MOST_NOTES]
+    """Events since then that may be the cause of a difference."""
+
+
 # ---------------------------------------------------------------------- from the server
 
 
@@ -258,6 +281,12 @@ class Diagnosis(Message):
     group: Text | None
     number: int
     findings: Findings
+
+
+class StateRequest(Message):
+    """Question what a rank has hashed at a number: `StateValues`."""
+
+    number: int
 
 
 class PeerValue(Message):

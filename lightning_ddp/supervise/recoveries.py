@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord
@@ -80,16 +80,23 @@ def _step_of(members: Iterable[Progress]) -> int:
 
 
 def new_generation(
-    number: int, staying: Mapping[int, Progress], *, joined: tuple[int, ...], **more: Any
+    number: int,
+    staying: Mapping[int, Progress],
+    *,
+    joined: tuple[int, ...],
+    parted: Collection[int] = (),
+    **more: Any,
 ) -> NewGeneration:
     """Return the generation of those that stay and those that join: the largest committed step wins.
 
     Args:
         staying: place -> progress of that member; one has a whole state.
+        parted: places of members whose state is not that of the majority: they copy another one, if there is.
         more: further fields of `NewGeneration`.
     """
     known, step = staying.values(), _step_of(staying.values())
     sources = [place for place, progress in staying.items() if progress.is_clean and progress.step == step]
+    sources = [place for place in sources if place not in parted] or sources
     return NewGeneration(
         number=number,
         members=tuple(sorted([*staying, *joined])),

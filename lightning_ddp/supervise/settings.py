@@ -14,12 +14,14 @@ __all__ = [
     "PreemptionSettings",
     "RecoverySettings",
     "ReplaceSettings",
+    "ReplicaCheckSettings",
     "SupervisionSettings",
     "parse_on_failure",
     "parse_on_preemption",
+    "parse_replica_check",
 ]
 
-_Kind = TypeVar("_Kind", bound="RecoverySettings | PreemptionSettings")
+_Kind = TypeVar("_Kind", bound="RecoverySettings | PreemptionSettings | ReplicaCheckSettings")
 _LEAST_HEARTBEAT_S = 2.0
 _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 """Signals by which schedulers announce that a machine is taken away."""
@@ -90,6 +92,31 @@ class PreemptionSettings:
         return int(getattr(signals, self.signal))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaCheckSettings:
+    """Options of `replica_check`: how much of the state is hashed in each step.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    name: Literal["warn", "stop", "heal"] = "warn"
+    """What happens when the replicas differ."""
+    cycle_steps: int = 16
+    """Number of steps in which all of the state is hashed once, if the limit of `mb_per_step` allows it."""
+    mb_per_step: float | None = None
+    """Most MiB that are hashed in a step; None for 1 on the CPU and 64 on a device."""
+
+    def __post_init__(self) -> None:
+        is_right = type(self.cycle_steps) is int and self.cycle_steps >= 1
+        require(
+            is_right, f"replica_check: cycle_steps={self.cycle_steps!r}: expected an integer of at least 1"
+        )
+        limit = self.mb_per_step
+        is_right = limit is None or (type(limit) in (int, float) and limit > 0)
+        require(is_right, f"replica_check: mb_per_step={limit!r}: expected a number above 0, or None")
+
+
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
     """Parse the argument `on_failure`; None if a failure ends the run.
 
@@ -109,6 +136,17 @@ def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | N
     return _parse("on_preemption", spec, {"stop": None, "leave": PreemptionSettings})
 
 
+def parse_replica_check(spec: str | Mapping[str, Any]) -> ReplicaCheckSettings | None:
+    """Parse the argument `replica_check`; None if nothing is compared.
+
+    Raises:
+        ConfigurationError: an unknown name or option.
+    """
+    kinds: dict[str, type[ReplicaCheckSettings] | None]
+    kinds = {"off": None, **dict.fromkeys(("warn", "stop", "heal"), ReplicaCheckSettings)}
+    return _parse("replica_check", spec, kinds)
+
+
 def _parse(
     argument: str, spec: str | Mapping[str, Any], kinds: Mapping[str, type[_Kind] | None]
 ) -> _Kind | None:
@@ -117,9 +155,10 @@ def _parse(
     require(name in kinds, f"{argument}={spec!r}: expected {one_of(map(repr, kinds))}")
     kind = kinds[name]
     if kind is None:
-        require(not options, f"{argument}='stop' has no options, but was given {', '.join(options)}")
+        require(not options, f"{argument}={name!r} has no options, but was given {', '.join(options)}")
         return None
-    known = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind)]
+    known = [each for each in names if each != "name"]
     for option in options:
         if option not in known:
             raise ConfigurationError(f"{argument}={name!r} has no option {option!r}{closest(option, known)}")
@@ -127,7 +166,7 @@ def _parse(
         option: value.total_seconds() if isinstance(value, timedelta) else value
         for option, value in options.items()
     }
-    return kind(**given)
+    return kind(**given | ({"name": name} if "name" in names else {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +189,8 @@ class SupervisionSettings:
     """Options of recovery from a failure; None if a failure ends the run."""
     preemption: PreemptionSettings | None = None
     """Options of preemption; None if a signal stops all ranks."""
+    replicas: ReplicaCheckSettings | None = None
+    """Options of the comparison of replicas; None if nothing is compared."""
 
     def __post_init__(self) -> None:
         heartbeat_s, grace_s, stall_s = self.heartbeat_timeout_s, self.failure_grace_s, self.stall_timeout_s
@@ -159,3 +200,8 @@ class SupervisionSettings:
         )
         require(stall_s is None or stall_s > 0, f"stall_timeout={stall_s} s: expected a time above 0")
         require(grace_s > 0, f"failure_grace_s={grace_s}: expected seconds above 0")
+        heals = self.replicas is not None and self.replicas.name == "heal"
+        require(
+            not heals or self.recovery is not None,
+            "replica_check='heal' copies the state as after a loss. Set on_failure='shrink' or 'replace'.",
+        )

@@ -1,0 +1,155 @@
+"""The replica check of a run: ranks hash what has to be equal, and the control server compares."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp.communication import Communication, Equal
+from lightning_ddp.ddp.replica_hash import StateHasher, optimizer_state
+from lightning_ddp.launch.failure_handler import FailureHandler
+from lightning_ddp.supervise.protocol import StateHashes, StateValues
+from lightning_ddp.supervise.settings import ReplicaCheckSettings
+
+if TYPE_CHECKING:  # the wrapper is imported late
+    from lightning_ddp.ddp.module import BucketedDDP
+
+__all__ = ["Replica", "ReplicaCheck"]
+
+_MOST_SHOWN = 3
+_MOST_EVENTS = 8
+
+
+class Replica(NamedTuple):
+    """A model of this rank, and what trains it."""
+
+    wrapper: BucketedDDP
+    communication: Communication
+    optimizers: Sequence[torch.optim.Optimizer]
+
+
+class ReplicaCheck:
+    """Hashes of this rank's replicas in one run. Made and used in the main thread; does not wait for others.
+
+    Args:
+        control: has the control channel.
+        replicas: returns the models of this rank, the same list on all ranks.
+        facts: returns numbers that have to be equal on all ranks, by name.
+    """
+
+    def __init__(
+        self,
+        control: FailureHandler,
+        settings: ReplicaCheckSettings,
+        replicas: Callable[[], Sequence[Replica]],
+        facts: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._control, self._replicas, self._facts = control, replicas, facts
+        limit = settings.mb_per_step
+        most_bytes = None if limit is None else max(8, int(limit * 1024 * 1024))
+        self._hasher = StateHasher(self._read, settings.cycle_steps, most_bytes)
+        self._generation = 0
+        self._scope: list[Equal] = []
+        self._trained: frozenset[str] = frozenset()
+        """Names of the parameters that were compared in the last cycle."""
+        self._events: deque[tuple[int, str]] = deque(maxlen=_MOST_EVENTS)
+        """Changes of what is trained, with the step before which they were seen."""
+        self._step = 0
+        watch = control.watch
+        self._run = watch.state.begun if watch is not None else 0
+        if watch is not None:
+            watch.attachment = self._hashes
+            control.inspector.state_values = self._values
+
+    def after_step(self, step: int) -> None:
+        """Hash a slice of the state of all ranks after `step` optimizer steps, unless it may differ."""
+        scope = [each.communication.equal_after_step for each in self._replicas()]
+        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if Equal.NOTHING in scope or is_capturing:
+            return
+        generation = self._control.calls.state.generation if self._control.calls is not None else 0
+        if generation != self._generation:  # all ranks continue after the same step
+            self._generation, self._run = generation, 0
+            self._hasher.begin()
+        if scope != self._scope:
+            self._scope = scope
+            self._hasher.cycle = []
+        self._step = step
+        self._hasher.hash_next(step)
+
+    def release(self) -> None:
+        """Let go of the models, at the end of the run; what was hashed can still be asked for."""
+        self._replicas, self._hasher.cycle = list, []
+
+    # ------------------------------------------------------------------ what is compared
+
+    def _read(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and numbers that have to be equal, at the beginning of a cycle."""
+        tensors: dict[str, Tensor] = {}
+        numbers = dict(self._facts())
+        replicas, averaged = self._replicas(), set[str]()
+        trained: list[str] = []
+        for position, (wrapper, communication, optimizers) in enumerate(replicas):
+            prefix = f"model {position}: " if len(replicas) > 1 else ""
+            updated = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
+            reduced = set(wrapper.reducer.layout.names)
+            averaged |= {prefix + name for name in reduced}
+            names = {
+                id(p): prefix + name
+                for name, p in wrapper.module.named_parameters()
+                if name not in wrapper.parameters_to_ignore and (name in reduced or id(p) in updated)
+            }
+            trained += names.values()
+            tensors |= {names[id(p)]: p for p in wrapper.module.parameters() if id(p) in names}
+            state, options = optimizer_state(optimizers, names)
+            numbers |= {prefix + name: value for name, value in options.items() if "parameter group" in name}
+            if communication.equal_after_step is Equal.ALL:
+                numbers |= {prefix + name: value for name, value in options.items()}
+                state |= communication.replicated_state()
+                tensors |= {prefix + name: tensor for name, tensor in state.items()}
+        self._note(trained, averaged)
+        return tensors, numbers
+
+    def _note(self, trained: Sequence[str], averaged: set[str]) -> None:
+        """Note which parameters have joined training since the last cycle."""
+        new = [name for name in trained if name not in self._trained]
+        if self._trained and new:
+            local = [name for name in new if name not in averaged]
+            text = f"{_listed(new)} joined training before step {self._step}"
+            if local:
+                text += (
+                    f"; no gradient of {_listed(local)} is averaged over the ranks, as none was required"
+                    " when the model was wrapped"
+                )
+            self._events.append((self._step, text))
+        self._trained = frozenset(trained)
+
+    # ------------------------------------------------------------------ in the thread of the channel
+
+    def _hashes(self) -> StateHashes | None:
+        fresh = self._hasher.take_fresh()
+        return StateHashes(self._generation, self._run, fresh) if fresh else None
+
+    def _values(self, number: int) -> StateValues:
+        found, before = self._hasher.find(number)
+        if found is None:
+            return StateValues(number, 0, None, (), (), can_be_copied=False, notes=())
+        notes = tuple(text for step, text in list(self._events) if before is None or step > before)
+        return StateValues(
+            number,
+            found.step,
+            before,
+            found.names,
+            found.values,
+            can_be_copied=found.is_state,
+            notes=notes,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(names[:_MOST_SHOWN]) + more

@@ -1,0 +1,147 @@
+"""Comparison of the replicas by the hashes that their ranks report (pure).
+
+Ranks hash a slice of their state after each step, and send the hashes with their periodic reports. Where two
+differ, all ranks are asked what they have hashed then: the answers show the parameter and the ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import lightning_ddp.supervise.protocol as protocol
+from lightning_ddp.supervise.disagreement import join_ranks
+from lightning_ddp.supervise.protocol import Message, Outgoing
+
+__all__ = ["Difference", "ReplicaComparison", "minority"]
+
+_ANSWERS_WITHIN_S = 2.0
+_MOST_NAMES = 5
+_PAGE = "lightning_ddp/docs/guides/replica-check.md"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ranks whose state is not that of the others."""
+
+    ranks: tuple[int, ...]
+    """Ranks that are not in the majority; all if there is none."""
+    has_majority: bool
+    can_be_copied: bool
+    """False where what differs is not a part of the state that a rank takes over from another one."""
+    text: str
+
+
+@dataclass
+class _Question:
+    """Question what all ranks have hashed at some time."""
+
+    number: int
+    deadline: float
+    answers: dict[int, protocol.StateValues] = field(default_factory=dict)
+
+
+class ReplicaComparison:
+    """Comparison of the ranks of one generation, in one run."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = sorted(ranks)
+        self._run = 0
+        self._values: dict[int, Counter[int]] = {}
+        """Number of a hash -> values, and how many ranks have it."""
+        self._question: _Question | None = None
+
+    def handle(self, rank: int, message: Message, now: float) -> Outgoing:
+        """Handle a message of a rank; return messages to send."""
+        match message:
+            case protocol.StateHashes(run=run, hashes=hashes):
+                if run > self._run:
+                    self._run, self._values, self._question = run, {}, None
+                if run == self._run and rank in self._ranks:
+                    return self._add(hashes, now)
+            case protocol.StateValues(number=number):
+                if self._question is not None and self._question.number == number:
+                    self._question.answers[rank] = message
+        return []
+
+    def _add(self, hashes: Mapping[int, int], now: float) -> Outgoing:
+        if self._question is not None:  # which explains the first difference
+            return []
+        for number, value in sorted(hashes.items()):
+            counts = self._values.setdefault(number, Counter())
+            counts[value] += 1
+            if counts.total() < len(self._ranks):
+                continue
+            # what all have by now is complete, but for hashes that a rank had too many of to send
+            self._values = {later: c for later, c in self._values.items() if later > number}
+            if len(counts) > 1:
+                self._question = _Question(number, now + _ANSWERS_WITHIN_S)
+                self._values.clear()
+                return [(each, protocol.StateRequest(number)) for each in self._ranks]
+        return []
+
+    def deadline(self) -> float | None:
+        """Return when to call `due` at the latest."""
+        return self._question.deadline if self._question is not None else None
+
+    def due(self, now: float) -> Difference | None:
+        """Return a difference once all have answered, or it is too late; its ranks are not compared again."""
+        question = self._question
+        if question is None or (now < question.deadline and len(question.answers) < len(self._ranks)):
+            return None
+        self._question = None
+        found = _explain({rank: question.answers[rank] for rank in self._ranks if rank in question.answers})
+        self._ranks = [rank for rank in self._ranks if found is not None and rank not in found.ranks]
+        return found
+
+
+def _explain(answers: Mapping[int, protocol.StateValues]) -> Difference | None:
+    """Return the difference that the answers of some ranks show; None if they show none."""
+    states = {rank: dict(zip(each.names, each.values, strict=False)) for rank, each in answers.items()}
+    ranks = list(states)
+    parted = [ranks[position] for position in minority(str(state) for state in states.values())]
+    if not parted:
+        return None
+    alike = [rank for rank in ranks if rank not in parted]
+    right = states[alike[0] if alike else parted[0]]
+    names = {
+        n: None for rank in parted for n in (*right, *states[rank]) if states[rank].get(n) != right.get(n)
+    }
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    what = ", ".join([*names][:_MOST_NAMES]) + more
+    last = answers[parted[0]]
+    when = f"after step {last.step}" + (
+        f" (equal after step {last.before})" if last.before is not None else ""
+    )
+    if alike:
+        verb = "has" if len(parted) == 1 else "have"
+        text = f"{_ranks(parted)} {verb} another {what} than {_ranks(alike)}, the majority, {when}"
+    else:
+        text = (
+            f"{_ranks(parted)} have different {what} {when}; nobody knows which is right without a majority"
+        )
+    notes: dict[str, list[int]] = {}
+    for rank, each in answers.items():
+        for note in each.notes:
+            notes.setdefault(note, []).append(rank)
+    causes = [f"\n  {'all ranks' if having == ranks else _ranks(having)}: {n}" for n, having in notes.items()]
+    text = f"lightning_ddp: the replicas differ: {text}{''.join(causes)}\n  Causes and what to do: {_PAGE}"
+    return Difference(tuple(parted), bool(alike), all(a.can_be_copied for a in answers.values()), text)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
+
+
+def minority(values: Iterable[Hashable]) -> list[int]:
+    """Return the positions whose value is not that of more than half of all; all if no value is.
+
+    >>> minority("aabaa"), minority("aaaa"), minority("ab")
+    ([2], [], [0, 1])
+    """
+    listed = list(values)
+    if len(set(listed)) < 2:
+        return []
+    value, number = Counter(listed).most_common(1)[0]
+    return [i for i, each in enumerate(listed) if each != value or 2 * number <= len(listed)]
