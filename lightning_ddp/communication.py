@@ -241,7 +241,7 @@ class Communication:
 
     @property
     def why_unequal(self) -> str | None:
-        """Reason why replicas are expected to differ, for all of a run or its local training; None for none."""
+        """Reason why replicas differ by design, in all of a run or in its local training; None for none."""
         if self.kind == "noop":
             return "the hook 'noop' averages no gradients"
         if self.averager is not None and self.averager.mixes_rounds:
@@ -249,7 +249,7 @@ class Communication:
         return None
 
     def replicated_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the hook and the loss scaler that all ranks share, by name, without a copy."""
+        """Return the tensors of the hook and the loss scaler that all ranks share, by name."""
         found = self._stateful.shared_tensors() if self._stateful is not None else {}
         scale = self._loss_scale()
         return {**found, "loss scale": scale} if isinstance(scale, torch.Tensor) else found

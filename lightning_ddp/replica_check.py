@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp.communication import Communication, Equal
-from lightning_ddp.ddp.replica_hash import StateHasher, optimizer_state
+from lightning_ddp.ddp.replica_hash import State, StateHasher, state_of_optimizers
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.supervise.protocol import StateHashes, StateValues
 from lightning_ddp.supervise.settings import ReplicaCheckSettings
@@ -77,17 +77,18 @@ class ReplicaCheck:
             self._hasher.begin()
         if scope != self._scope:
             self._scope = scope
-            self._hasher.cycle = []
+            self._hasher.begin_cycle()
         self._step = step
         self._hasher.hash_next(step)
 
     def release(self) -> None:
         """Let go of the models, at the end of the run; what was hashed can still be asked for."""
-        self._replicas, self._hasher.cycle = list, []
+        self._replicas = list
+        self._hasher.begin_cycle()
 
     # ------------------------------------------------------------------ what is compared
 
-    def _read(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _read(self) -> State:
         """Return the tensors and numbers that have to be equal, at the beginning of a cycle."""
         tensors: dict[str, Tensor] = {}
         numbers = dict(self._facts())
@@ -105,7 +106,7 @@ class ReplicaCheck:
             }
             trained += names.values()
             tensors |= {names[id(p)]: p for p in wrapper.module.parameters() if id(p) in names}
-            state, options = optimizer_state(optimizers, names)
+            state, options = state_of_optimizers(optimizers, names)
             numbers |= {prefix + name: value for name, value in options.items() if "parameter group" in name}
             if communication.equal_after_step is Equal.ALL:
                 numbers |= {prefix + name: value for name, value in options.items()}

@@ -40,6 +40,7 @@ from lightning_ddp.ddp.module_checks import (
 )
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.ddp.reduction import CommHook
+from lightning_ddp.ddp.replica_hash import differing_state, state_of_optimizers
 from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
@@ -460,6 +461,18 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 " hook."
             )
         self.reducer.set_hook(state, hook)
+
+    def check_replicas(self, *optimizers: torch.optim.Optimizer) -> dict[str, list[int]]:
+        """Compare parameters, and the states of optimizers, bit for bit; return the names of what differs.
+
+        Each name comes with the ranks outside the majority, or all ranks if there is none.
+
+        Collective: all ranks must call it.
+        """
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        tensors, numbers = state_of_optimizers(optimizers, names)
+        states = {names[id(p)]: p for p in self.states()}
+        return differing_state(self._group, ({**states, **tensors}, numbers), self.device)
 
     def teardown(self) -> None:
         """Remove the hooks from the parameters, so that the module can be used without this wrapper."""

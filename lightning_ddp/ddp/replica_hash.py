@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,19 +22,16 @@ from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.supervise.replica_comparison import minority
 
-__all__ = ["SHARDS_STATE", "Hashed", "StateHasher", "differences", "optimizer_state"]
+__all__ = ["Hashed", "State", "StateHasher", "differing_state", "state_of_optimizers"]
 
-SHARDS_STATE = ("ZeroRedundancyOptimizer", "DistributedOptimizer")
-"""Optimizers with the state of a part of the parameters on each rank, which differs between ranks."""
-_MOST_PIECES = 12
-"""Most tensors in a slice: each costs about 5 us."""
-_MOST_SCALARS = 64
-"""Most tensors of one element in a slice: each costs about 0.5 us."""
+State = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors and numbers, by name."""
+_SHARDED = ("ZeroRedundancyOptimizer", "DistributedOptimizer")
+"""Optimizers in which each rank has the state of a part of the parameters only."""
+_MOST_TENSORS, _MOST_SCALARS = 12, 64
+"""Most tensors in a slice, which take some 5 us each, and most with one element, which take 0.5 us."""
 _MOST_KEPT = 2048
-"""Slices that are remembered, to answer what has differed: about two seconds of very short steps."""
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_VALUE_BITS = 48
-"""Bits of the hash of a slice, which stays exact as a number of JSON."""
+"""Hashes that are kept: of a second or two, also where steps are very short."""
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -42,27 +40,44 @@ def words_of(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
-    flat = tensor.permute(order).reshape(-1)
-    size = flat.element_size()
-    for dtype in _WORDS:
-        if flat.numel() * size % dtype.itemsize == flat.storage_offset() * size % dtype.itemsize == 0:
-            return flat.view(dtype)
-    raise AssertionError("every tensor is a sequence of bytes")
+    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).reshape(-1)
+    size, offset = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return flat.view(next(word for word in words if size % word.itemsize == offset % word.itemsize == 0))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a tensor, in words of `words_of`; all of it if `stop` is None."""
+def state_of_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> State:
+    """Return the tensors of optimizers that are the same on all replicas, and the options of their groups.
 
-    name: str
-    tensor: Tensor
-    start: int = 0
-    stop: int | None = None
+    Args:
+        optimizers: the optimizers; tensors of one that shards its state are left out.
+        names: id of each parameter of the model -> its name.
+    """
+    tensors: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
+    for position, optimizer in enumerate(optimizers):
+        suffix = f" (optimizer {position})" if len(optimizers) > 1 else ""
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    numbers |= _flat(f"{key} of parameter group {index}{suffix}", value)
+        of_all = {} if type(optimizer).__name__ in _SHARDED else optimizer.state
+        for parameter, state in of_all.items():
+            if id(parameter) in names:
+                for key, value in state.items():
+                    tensors |= _flat(f"{key} of {names[id(parameter)]}{suffix}", value)
+    return (
+        {name: value for name, value in tensors.items() if isinstance(value, Tensor)},
+        {name: v for name, v in (tensors | numbers).items() if isinstance(v, (bool, int, float))},
+    )
 
-    def sum(self) -> Tensor:
-        words = words_of(self.tensor)
-        return (words if self.stop is None else words[self.start : self.stop]).sum()
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    leaves = tree_leaves(value)
+    return {name: value} if leaves == [value] else {f"{name}[{i}]": leaf for i, leaf in enumerate(leaves)}
+
+
+# ---------------------------------------------------------------------- slices
 
 
 @dataclass(frozen=True)
@@ -70,9 +85,70 @@ class _Slice:
     """State that is hashed in one step."""
 
     names: tuple[str, ...]
-    compute: Callable[[], list[int] | Tensor]
-    """Returns a value for each name; on a device as a tensor there."""
+    compute: Callable[[], Tensor]
+    """Returns an integer for each name, on the device of the state."""
     is_state: bool = True
+
+
+def _slices(state: State, *, num_slices: int, most_bytes: int | None) -> list[_Slice]:
+    """Divide a state into slices, in the same way on all ranks if names and shapes are the same."""
+    tensors, numbers = state
+    found = []
+    if numbers:
+        values = torch.tensor([*map(float, numbers.values())], dtype=torch.float64).view(torch.int64)
+        found.append(_Slice(tuple(numbers), lambda: values, is_state=False))
+    alike: dict[Any, list[tuple[str, Tensor, slice]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and tensor.numel():
+            is_scalar = tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.is_complex()
+            limit = most_bytes or (1 if tensor.device.type == "cpu" else 64) << 20
+            alike[tensor.device, tensor.dtype if is_scalar else None, limit] += _cut(name, tensor, limit)
+    for (_, scalar_type, limit), pieces in alike.items():
+        if scalar_type is not None:
+            found += [_slice_of(part, _scalars) for part in _pack(pieces, _MOST_SCALARS, limit)]
+        else:
+            size = min(_MOST_TENSORS, -(-len(pieces) // max(1, num_slices - len(found))))
+            found += [_slice_of(part, _sums) for part in _pack(pieces, size, limit)]
+    return found
+
+
+def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, slice]]:
+    """Divide a tensor into pieces: ranges of its words."""
+    if tensor.numel() * tensor.element_size() <= most_bytes:
+        return [(name, tensor, slice(None))]
+    words = words_of(tensor)
+    step = max(1, most_bytes // words.element_size())
+    return [(name, tensor, slice(start, start + step)) for start in range(0, words.numel(), step)]
+
+
+def _pack(pieces: Sequence[Any], most: int, most_bytes: int) -> Iterator[list[Any]]:
+    part: list[Any] = []
+    num_bytes = 0
+    for piece in pieces:
+        size = min(most_bytes, piece[1].numel() * piece[1].element_size())
+        if part and (len(part) == most or num_bytes + size > most_bytes):
+            yield part
+            part, num_bytes = [], 0
+        part.append(piece)
+        num_bytes += size
+    if part:
+        yield part
+
+
+def _slice_of(pieces: Sequence[Any], compute: Callable[[Sequence[Any]], Tensor]) -> _Slice:
+    return _Slice(tuple(name for name, _, _ in pieces), partial(compute, pieces))
+
+
+def _sums(pieces: Sequence[tuple[str, Tensor, slice]]) -> Tensor:
+    return torch.stack([words_of(tensor)[words].sum() for _, tensor, words in pieces])
+
+
+def _scalars(pieces: Sequence[tuple[str, Tensor, slice]]) -> Tensor:
+    values = torch.stack([tensor.detach().reshape(1) for _, tensor, _ in pieces])
+    return values.view((torch.uint8, torch.int16, torch.int32, torch.int64)[values.itemsize.bit_length() - 1])
+
+
+# ---------------------------------------------------------------------- hashes of a run
 
 
 @dataclass(frozen=True)
@@ -80,262 +156,100 @@ class Hashed:
     """A slice after a step."""
 
     number: int
-    """Number of the hash since all ranks began to count, the same on all of them."""
+    """Number of the hash, the same on all ranks."""
     step: int
     names: tuple[str, ...]
-    values: tuple[int, ...]
     is_state: bool
-    """True for tensors, False for numbers that no rank takes over from another one."""
+    """False for numbers, which no rank takes over from another one."""
+    values: tuple[int, ...]
 
     @property
     def value(self) -> int:
-        """Hash of names and values."""
-        text = "\0".join(self.names).encode(errors="surrogatepass")
-        data = text + struct.pack(f"{len(self.values)}q", *self.values)
-        return int.from_bytes(hashlib.blake2b(data, digest_size=_VALUE_BITS // 8).digest(), "big")
+        """Hash of names and values, of 48 bits: exact as a number of JSON."""
+        names = "\0".join(self.names).encode(errors="surrogatepass")
+        data = names + struct.pack(f"{len(self.values)}q", *self.values)
+        return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big")
 
 
-def optimizer_state(
-    optimizers: Sequence[Any], names: Mapping[int, str]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and numbers of optimizers that are the same on all replicas, by name.
-
-    Args:
-        optimizers: the optimizers; the state of one that shards it is left out.
-        names: id of each parameter of the model -> its name.
-    """
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for position, optimizer in enumerate(optimizers):
-        suffix = f" (optimizer {position})" if len(optimizers) > 1 else ""
-        for index, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params":
-                    _sort_in(f"{key} of parameter group {index}{suffix}", value, tensors, numbers)
-        if type(optimizer).__name__ in SHARDS_STATE:
-            continue
-        for parameter, state in optimizer.state.items():
-            name = names.get(id(parameter))
-            if name is not None and isinstance(state, Mapping):
-                for key, value in state.items():
-                    _sort_in(f"{key} of {name}{suffix}", value, tensors, numbers)
-    return tensors, numbers
-
-
-def _sort_in(name: str, value: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Add a value to the tensors or the numbers, or each one of a list; texts and objects are left out."""
-    if isinstance(value, (list, tuple, dict)):
-        for index, leaf in enumerate(tree_leaves(value)):
-            _sort_in(f"{name}[{index}]", leaf, tensors, numbers)
-    elif isinstance(value, Tensor):
-        tensors[name] = value
-    elif isinstance(value, (bool, int, float)):
-        numbers[name] = value
-
-
-def _slices(
-    tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, num_slices: int, most_bytes: int | None
-) -> list[_Slice]:
-    """Divide the state into slices, equal on all ranks if their state has the same names and shapes."""
-    found = []
-    if numbers:
-        values = [hash(value) for value in numbers.values()]
-        found.append(_Slice(tuple(numbers), lambda: values, is_state=False))
-    scalars: dict[torch.dtype, list[tuple[str, Tensor]]] = defaultdict(list)
-    pieces: dict[torch.device, list[_Piece]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        if (
-            tensor.layout is not torch.strided
-            or tensor.device.type not in ("cpu", "cuda")
-            or not tensor.numel()
-        ):
-            continue
-        if tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.is_complex():
-            scalars[tensor.dtype].append((name, tensor))
-        else:
-            pieces[tensor.device] += _cut(name, tensor, most_bytes or _most_bytes(tensor.device))
-    for alike in scalars.values():
-        for part in _parts(alike, _MOST_SCALARS):
-            found.append(_Slice(tuple(name for name, _ in part), _values_of([tensor for _, tensor in part])))
-    num_pieces = sum(map(len, pieces.values()))
-    size = min(_MOST_PIECES, -(-num_pieces // max(1, num_slices - len(found))))
-    for device, of_device in pieces.items():
-        limit = most_bytes or _most_bytes(device)
-        for part in _parts(of_device, max(1, size)):
-            found += [_slice_of(within) for within in _within(part, limit)]
-    return found
-
-
-def _most_bytes(device: torch.device) -> int:
-    return (1 if device.type == "cpu" else 64) << 20
-
-
-def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[_Piece]:
-    if tensor.numel() * tensor.element_size() <= most_bytes:
-        return [_Piece(name, tensor)]
-    words = words_of(tensor)
-    step = max(1, most_bytes // words.element_size())
-    return [_Piece(name, tensor, start, start + step) for start in range(0, words.numel(), step)]
-
-
-def _parts(sequence: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [sequence[start : start + size] for start in range(0, len(sequence), size)]
-
-
-def _within(pieces: Sequence[_Piece], most_bytes: int) -> list[list[_Piece]]:
-    """Divide pieces so that each part has at most so many bytes."""
-    parts: list[list[_Piece]] = [[]]
-    num_bytes = 0
-    for piece in pieces:
-        size = min(most_bytes, piece.tensor.numel() * piece.tensor.element_size())
-        if parts[-1] and num_bytes + size > most_bytes:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(piece)
-        num_bytes += size
-    return parts
-
-
-def _slice_of(pieces: Sequence[_Piece]) -> _Slice:
-    def compute() -> Tensor:
-        return torch.stack([piece.sum() for piece in pieces])
-
-    return _Slice(tuple(piece.name for piece in pieces), compute)
-
-
-def _values_of(scalars: Sequence[Tensor]) -> Callable[[], list[int]]:
-    def compute() -> list[int]:
-        values: list[int] = words_of(torch.stack([each.detach().reshape(1) for each in scalars], 1)).tolist()
-        return values
-
-    return compute
-
-
-# ---------------------------------------------------------------------- hashes of a run
-
-
-@dataclass
-class _Queued:
-    """A slice whose values are still on a device."""
-
-    values: Tensor
-    """Copy on the host, in pinned memory, once `event` has come."""
-    event: Any
-    done: Callable[[tuple[int, ...]], Hashed]
-
-
-@dataclass
 class StateHasher:
-    """Hashes of one replica, a slice after each step. `hash_next` is called in the main thread only.
+    """Hashes of the state of one rank.
 
     Args:
-        read: returns tensors and numbers that have to be equal, by name; called once a cycle.
-        num_slices: number of steps in which all of the state is hashed.
-        most_bytes: most bytes in a step; None for the default of their device.
+        read: returns the state that has to be equal; called once a cycle.
+        num_slices: steps in which all of the state is hashed, unless a slice would be too large.
+        most_bytes: most bytes in a slice; None for 1 MiB on the CPU and 64 MiB on a device.
     """
 
-    read: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
-    num_slices: int
-    most_bytes: int | None
-    num_hashed: int = 0
-    """Number of hashes since `begin`."""
-    cycle: list[_Slice] = field(default_factory=list)
-    """Slices of the present cycle, of which `_position` is next."""
-    _position: int = 0
-    _queued: deque[_Queued] = field(default_factory=deque)
-    _kept: deque[Hashed] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
-    _fresh: deque[Hashed] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT // 2))
+    def __init__(self, read: Callable[[], State], num_slices: int, most_bytes: int | None) -> None:
+        self._read, self._num_slices, self._most_bytes = read, num_slices, most_bytes
+        self.begin()
 
     def begin(self) -> None:
-        """Count anew, with a new cycle: all ranks do so at the same step."""
-        self.num_hashed, self._position, self.cycle = 0, 0, []
-        for queue in (self._queued, self._kept, self._fresh):
-            queue.clear()
+        """Count anew, with a new cycle: all ranks do so after the same step."""
+        self.num_hashed = 0
+        self._queued: deque[tuple[Callable[[tuple[int, ...]], Hashed], Tensor, Any]] = deque()
+        """Hashes whose values may still be on a device, with the event after which they are not."""
+        self._kept: deque[Hashed] = deque(maxlen=_MOST_KEPT)
+        self._fresh: deque[Hashed] = deque(maxlen=_MOST_KEPT // 2)
+        self.begin_cycle()
+
+    def begin_cycle(self) -> None:
+        """Read the state again before the next hash; keep no tensor until then."""
+        self.cycle: list[_Slice] = []
+        self._position = 0
 
     def hash_next(self, step: int) -> None:
-        """Hash the next slice, after a step. On a device the values arrive later, and the host does not wait."""
-        if self._position >= len(self.cycle):
-            self._position = 0
-            self.cycle = _slices(*self.read(), num_slices=self.num_slices, most_bytes=self.most_bytes)
-            if not self.cycle:
-                return
-        part = self.cycle[self._position]
-        self._position += 1
-        self.num_hashed += 1
-        number = self.num_hashed
-
-        def done(values: tuple[int, ...]) -> Hashed:
-            return Hashed(number, step, part.names, values, part.is_state)
-
+        """Hash the next slice, after a step. On a device values come later, and the host does not wait."""
+        if self._position == len(self.cycle):
+            self.begin_cycle()
+            self.cycle = _slices(self._read(), num_slices=self._num_slices, most_bytes=self._most_bytes)
+        if not self.cycle:
+            return
+        part, event = self.cycle[self._position], None
+        self._position, self.num_hashed = self._position + 1, self.num_hashed + 1
         values = part.compute()
-        if isinstance(values, Tensor) and values.device.type == "cuda":
-            copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            copy.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(values.device))
-            self._queued.append(_Queued(copy, event, done))
-        elif self._queued:  # in the order of their numbers
-            self._queued.append(_Queued(torch.tensor(_listed(values)), None, done))
-        else:
-            self._keep(done(tuple(_listed(values))))
-        self._collect()
-
-    def _collect(self) -> None:
-        """Take what has arrived from a device."""
-        while self._queued:
-            queued = self._queued[0]
-            if queued.event is not None and not queued.event.query():
-                return
-            self._keep(queued.done(tuple(queued.values.tolist())))
-            self._queued.popleft()
-
-    def _keep(self, hashed: Hashed) -> None:
-        self._kept.append(hashed)
-        self._fresh.append(hashed)
+        if values.device.type == "cuda":
+            on_device, event = values, torch.cuda.Event()
+            values = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            values.copy_(on_device, non_blocking=True)
+            event.record(torch.cuda.current_stream(on_device.device))
+        self._queued.append(
+            (partial(Hashed, self.num_hashed, step, part.names, part.is_state), values, event)
+        )
+        while self._queued and (self._queued[0][2] is None or self._queued[0][2].query()):
+            make, values, _ = self._queued.popleft()
+            self._kept.append(hashed := make(tuple(values.flatten().tolist())))
+            self._fresh.append(hashed)
 
     # ------------------------------------------------------------------ also in other threads
 
     def take_fresh(self) -> dict[int, int]:
         """Return the hashes since the last call: number -> value."""
-        found = {}
-        while self._fresh:
-            hashed = self._fresh.popleft()
-            found[hashed.number] = hashed.value
-        return found
+        fresh = [self._fresh.popleft() for _ in range(len(self._fresh))]
+        return {hashed.number: hashed.value for hashed in fresh}
 
     def find(self, number: int) -> tuple[Hashed | None, int | None]:
-        """Return a hashed slice, and the step at which it was hashed before; None for what is not kept."""
+        """Return a hash, and the step after which the same was hashed before; None for what is forgotten."""
         kept = list(self._kept)
         found = next((hashed for hashed in kept if hashed.number == number), None)
         if found is None:
             return None, None
-        before = [h.step for h in kept if h.number < number and set(h.names) & set(found.names)]
+        before = [h.step for h in kept if h.number < number and {*h.names} & {*found.names}]
         return found, before[-1] if before else None
 
 
-def _listed(values: list[int] | Tensor) -> list[int]:
-    listed: list[int] = values.tolist() if isinstance(values, Tensor) else values
-    return listed
-
-
-def differences(
-    group: Group, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], device: torch.device
-) -> dict[str, list[int]]:
-    """Compare all of a state on all ranks; return the names that differ, and the ranks outside the majority.
+def differing_state(group: Group, state: State, device: torch.device) -> dict[str, list[int]]:
+    """Compare a state on all ranks; return the names that differ, and the ranks outside the majority.
 
     Without a majority these are all ranks. All ranks get the same result.
 
     Collective: all ranks must call it.
     """
-    cycle = _slices(tensors, numbers, num_slices=1, most_bytes=None)
     mine: dict[str, list[int]] = defaultdict(list)
-    for part in cycle:
-        for name, value in zip(part.names, _listed(part.compute()), strict=True):
+    for part in _slices(state, num_slices=1, most_bytes=None):
+        for name, value in zip(part.names, part.compute().flatten().tolist(), strict=True):
             mine[name].append(value)
     everyone = all_gather_objects(group, dict(mine), device)
-    found = {}
-    for name in dict.fromkeys(name for each in everyone for name in each):
-        ranks = minority([str(each.get(name)) for each in everyone])
-        if ranks:
-            found[name] = ranks
-    return found
+    names = dict.fromkeys(name for each in everyone for name in each)
+    found = {name: minority(str(each.get(name)) for each in everyone) for name in names}
+    return {name: ranks for name, ranks in found.items() if ranks}

@@ -209,7 +209,7 @@ class StatefulHook(Hook):
         return value
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state that is the same on all ranks; none on a device, where a job may be changing it."""
+        """Return the state that all ranks share; none on a device, where a job may be changing it."""
         if self.is_deferred:
             return {}
         return {
