@@ -17,7 +17,7 @@ from harness import run_script
 from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from test_reference import ON_FAILURE, SET_BY_THE_TRAINER, options
+from test_reference import ON_FAILURE, REPLICA_CHECK, SET_BY_THE_TRAINER, options
 
 import lightning_ddp
 from lightning_ddp._lightning import lightnings
@@ -93,6 +93,7 @@ def test_the_arguments_are_those_of_the_code_with_their_defaults():
         ("ddp_comm_hook", hook_options()),
         ("model_averaging", averager_options()),
         ("on_failure", {name: owner for name, (owner, _) in ON_FAILURE.items()}),
+        ("replica_check", {name: owner for name, (owner, _) in REPLICA_CHECK.items()}),
     ],
 )
 def test_a_file_of_a_hook_averager_or_reaction_has_its_options_with_their_defaults(group, owners):

@@ -19,7 +19,7 @@ import pytest
 import lightning_ddp
 from lightning_ddp import BucketedDDP, CustomDDPStrategy, averaging, callbacks, comm, errors, hooks
 from lightning_ddp.cli import build_parser
-from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, ReplicaCheckSettings
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import lateness
 from lightning_ddp.variants import BUILTIN
@@ -39,6 +39,12 @@ ON_FAILURE = {
         ReplaceSettings,
         "Continue with the remaining ranks, and start a new process for each lost rank.",
     ),
+}
+REPLICA_CHECK = {
+    "off": (None, "Compare nothing."),
+    "warn": (ReplicaCheckSettings, "Print which rank, parameter and step."),
+    "stop": (ReplicaCheckSettings, "End the run on all ranks."),
+    "heal": (ReplicaCheckSettings, "Copy the state of the majority to the rank that has parted."),
 }
 SET_BY_THE_TRAINER = ("accelerator", "parallel_devices", "precision_plugin")
 
@@ -189,6 +195,7 @@ GENERATED: dict[str, Callable[[str], Lines]] = {
     "hooks": lambda old: catalogue(hooks.hook_options(), hooks.available_hooks()),
     "averagers": lambda old: catalogue(averaging.averager_options(), averaging.available_averagers()),
     "on_failure": lambda old: groups(ON_FAILURE, "###"),
+    "replica_check": lambda old: groups(REPLICA_CHECK, "###"),
     "strategy names": lambda old: strategy_names(),
     "strategy arguments": lambda old: option_table(
         arguments(CustomDDPStrategy, SET_BY_THE_TRAINER), "argument", "page", old

@@ -6,7 +6,7 @@ import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from lightning_ddp.errors import ConfigurationError, closest, in_seconds, one_of, require
 
@@ -100,7 +100,7 @@ class ReplicaCheckSettings:
         ConfigurationError: a number is out of range.
     """
 
-    name: Literal["warn", "stop", "heal"] = "warn"
+    name: ClassVar[Literal["warn", "stop", "heal"]] = "warn"
     """What happens when the replicas differ."""
     cycle_steps: int = 16
     """Number of steps in which all of the state is hashed once, if the limit of `mb_per_step` allows it."""
@@ -115,6 +115,18 @@ class ReplicaCheckSettings:
         limit = self.mb_per_step
         is_right = limit is None or (type(limit) in (int, float) and limit > 0)
         require(is_right, f"replica_check: mb_per_step={limit!r}: expected a number above 0, or None")
+
+
+class StopIfReplicasDiffer(ReplicaCheckSettings):
+    """Options of `replica_check='stop'`."""
+
+    name = "stop"
+
+
+class HealReplicas(ReplicaCheckSettings):
+    """Options of `replica_check='heal'`."""
+
+    name = "heal"
 
 
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
@@ -143,7 +155,7 @@ def parse_replica_check(spec: str | Mapping[str, Any]) -> ReplicaCheckSettings |
         ConfigurationError: an unknown name or option.
     """
     kinds: dict[str, type[ReplicaCheckSettings] | None]
-    kinds = {"off": None, **dict.fromkeys(("warn", "stop", "heal"), ReplicaCheckSettings)}
+    kinds = {"off": None} | {k.name: k for k in (ReplicaCheckSettings, StopIfReplicasDiffer, HealReplicas)}
     return _parse("replica_check", spec, kinds)
 
 
@@ -157,8 +169,7 @@ def _parse(
     if kind is None:
         require(not options, f"{argument}={name!r} has no options, but was given {', '.join(options)}")
         return None
-    names = [field.name for field in fields(kind)]
-    known = [each for each in names if each != "name"]
+    known = [field.name for field in fields(kind)]
     for option in options:
         if option not in known:
             raise ConfigurationError(f"{argument}={name!r} has no option {option!r}{closest(option, known)}")
@@ -166,7 +177,7 @@ def _parse(
         option: value.total_seconds() if isinstance(value, timedelta) else value
         for option, value in options.items()
     }
-    return kind(**given | ({"name": name} if "name" in names else {}))
+    return kind(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
