@@ -184,6 +184,69 @@ def test_a_process_that_is_told_to_end_and_does_not_is_killed_so_that_its_place_
     assert End(new) in job.done
 
 
+# ---------------------------------------------------------------------- replicas that have parted
+
+
+def test_a_member_that_has_parted_copies_another_one_at_the_next_boundary() -> None:
+    job = Job(4)
+    job.step = 7
+    assert job.state.heal([job.member(0)])
+    job.go()
+    new = job.new_generation()
+    assert (new.members, new.behind, new.source, new.step) == ((0, 1, 2, 3), (0,), 1, 7)
+    assert new.is_met
+    assert job.state.phase is JobPhase.RUNNING
+    assert "step 7: 4 -> 4 ranks after 0.00 s; healed: rank 0" in job.state.history.tell()
+    generation = job.state.generation
+    job.go(100.0)
+    assert job.state.generation == generation
+
+
+def test_a_member_that_has_parted_is_no_source_after_a_loss_either() -> None:
+    job = Job(3)
+    job.deaf.add(1)  # so that nobody meets
+    assert job.state.heal([job.member(0)])
+    job.go()
+    job.deaf.clear()
+    job.fail(2, 5)
+    new = job.new_generation()
+    assert (new.members, new.behind, new.source) == ((0, 1), (0,), 1)
+
+
+def test_nobody_copies_where_all_have_parted() -> None:
+    job = Job(2)
+    assert job.state.heal([job.member(0), job.member(1)])
+    job.go()
+    assert (job.new_generation().behind, job.new_generation().source) == ((1,), 0)
+
+
+def test_who_joins_comes_before_who_has_parted() -> None:
+    job = Job(2, ReplaceSettings())
+    job.fail(1, 5)
+    ((place, number),) = job.starts()
+    job.deaf.add(0)
+    job.connect(place, start=number)
+    assert job.state.heal([job.member(0)])
+    job.deaf.clear()
+    job.go(100.0)
+    joins, heals = job.state.history._generations[-2:]
+    assert "joined: rank 1" in joins[1]
+    assert "healed" not in joins[1]
+    assert "healed: rank 0" in heals[1]
+    assert job.new_generation().source == 1
+
+
+@pytest.mark.parametrize("why", ["on_failure='stop'", "it stops for a signal", "the run ends"])
+def test_a_job_without_another_boundary_heals_nobody(why: str) -> None:
+    job = Job(2, None if "stop'" in why else MANY)
+    if "signal" in why:
+        job.ask(1, STOP)
+    if "ends" in why:
+        job.rank(1).end_run()
+        job.say(job.member(1))
+    assert not job.state.heal([job.member(1)])
+
+
 # ---------------------------------------------------------------------- why a run ends
 
 

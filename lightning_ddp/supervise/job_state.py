@@ -98,7 +98,9 @@ class JobState:
         """Time at which those that were asked to leave do; None if nobody was."""
         self._settles_at = 0.0
         self._parted: set[Process] = set()
-        """Members that are to take over the state of another one."""
+        """Members that are to take over the state of another one, in the next generation."""
+        self._healed: set[Process] = set()
+        """Those of them that do so in the generation that was formed last."""
         self._lost: dict[Process, FailureRecord] = {}
         """Members that were lost since a generation was formed."""
         self._new: NewGeneration | None = None
@@ -193,7 +195,8 @@ class JobState:
 
     def heal(self, parted: Iterable[Process]) -> bool:
         """Have members copy the state of another one at the next boundary; return False if none comes."""
-        if not self.goes_on or not self._all_are_active or self.stopping is not None:
+        is_over = not self.goes_on or not self._all_are_active or self.stopping is not None
+        if is_over or self.phase is JobPhase.FORMING:  # then what was found is about a state before that
             return False
         self._parted.update(parted)
         return True
@@ -456,7 +459,7 @@ class JobState:
         if self._current.awaited:
             return
         self._whole, self.left, self._voids, self.cause = self.generation, [], [], None
-        self._parted.clear()
+        self._parted -= self._healed
         self.history.went_on(now)
         if self.stopping is not None:
             self._position = -1
@@ -623,6 +626,7 @@ class JobState:
         self._not_ended = {process for process in members if process.report.ended <= self.all_ended}
         if not any(process.wants_to_leave for process in members):
             self._leaves_at = None
-        healed = [process.rank for process in members if process in self._parted]
+        self._healed = self._parted.intersection(members) if not joined else set()
+        healed = sorted(process.rank for process in self._healed)
         self.history.formed(self._new.step, before, self._new.members, now, healed=healed)
         self._enter(JobPhase.FORMING, now)

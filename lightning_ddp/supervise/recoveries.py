@@ -91,18 +91,19 @@ def new_generation(
 
     Args:
         staying: place -> progress of that member; one has a whole state.
-        parted: places of members whose state is not that of the majority: they copy another one, if there is.
+        parted: places of members whose state is not that of the majority: unless others join they are behind.
         more: further fields of `NewGeneration`.
     """
     known, step = staying.values(), _step_of(staying.values())
     sources = [place for place, progress in staying.items() if progress.is_clean and progress.step == step]
-    sources = [place for place in sources if place not in parted] or sources
+    alike = [place for place in sources if place not in parted] or sources[:1]
+    up_to_date = sources if joined else alike  # those that join copy in another way than those behind
     return NewGeneration(
         number=number,
         members=tuple(sorted([*staying, *joined])),
         step=step,
-        source=sources[0],
-        behind=tuple(place for place in staying if place not in sources),
+        source=alike[0],
+        behind=tuple(place for place in staying if place not in up_to_date),
         joined=joined,
         is_retried=any(progress.is_trying and progress.step == step for progress in known),
         phase=max(progress.phase for progress in known),

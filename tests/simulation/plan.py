@@ -191,6 +191,12 @@ def _with_more(plan: Plan, style: str) -> Plan:
     most = draw.choice((1, 2, 3)) if draw.random() < 0.15 else plan.max_recoveries
     if any(fault.kind == "cut" for fault in plan.faults) and draw.random() < 0.5:  # before it connects
         more.append(Fault(kind="kill", at_s=0.03 * draw.random(), after="started", place=3))
+    draw = random.Random(plan.seed + 0.5)
+    for _ in range(draw.choice((1, 2)) if draw.random() < 0.15 else 0):
+        after = draw.choice((None, None, "MeetAfter", "Form", "copies", "Joined"))
+        at_s = 0.02 * draw.random() if after else 0.3 + draw.random()
+        generation, place = draw.choice((0, 0, 1)), draw.choice(places)
+        more.append(Fault(kind="part", at_s=at_s, generation=generation, after=after, place=place))
     return replace(plan, max_recoveries=most, faults=(*plan.faults, *more))
 
 

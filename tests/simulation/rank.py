@@ -115,6 +115,8 @@ class Process:
         self.log: list[tuple[int, int]] = []
         """Committed steps: in which generation, by how many ranks."""
         self.is_clean = True
+        self.has_parted = False
+        """Whether it has another state than the others, and they know so."""
         self.phase = 0
         self.is_training = False
         """Whether it takes steps as a member."""

@@ -94,7 +94,7 @@ class World:
         self.peers: dict[int, Peer] = {}
         self._pid_of: dict[Peer, int] = {}
         self._calls: dict[tuple[int, Any], Collective] = {}
-        self._offered: dict[int, list[tuple[int, int]]] = {}
+        self._offered: dict[int, tuple[list[tuple[int, int]], bool]] = {}
         self._num_exits = 0
         self.reports: dict[int, Report] = {}
         """Process id -> its last report that was heard."""
@@ -437,12 +437,12 @@ class World:
         process.entered_last = form.number
         self.members_of[form.number], self.source = form.members, form.source
         if process.state.place == form.source:
-            self._offered[form.number] = list(process.log)
+            self._offered[form.number] = list(process.log), process.has_parted
 
     def copy(self, process: Process, form: NewGeneration) -> None:
         if process.state.place in (*form.behind, *form.joined):
-            process.log = list(self._offered[form.number])
-            process.is_clean = True
+            log, process.has_parted = self._offered[form.number]
+            process.log, process.is_clean = list(log), True
         if process.committed != form.step:
             raise self.violation(f"{process} has copied step {process.committed}, and not {form.step}")
         process.is_training = True
@@ -539,6 +539,11 @@ class World:
                 process.is_sound = False
                 process.hang()
                 self.kernel.at(self.kernel.now + fault.for_s, process.go_on_after_hanging)
+            case "part" if process is not None and process.is_connected and self.has_server:
+                member = self.job.roster.of(process.identity)
+                if member is not None and member.is_member and self.job.heal([member]):
+                    process.has_parted = True
+                    self.server_acts()
             case "raise" if process is not None:
                 process.user_error = True
             case "cut" if node != 0:
@@ -595,7 +600,7 @@ class World:
         members = self.members_of[generation]
         if sorted(p.state.place for p in alive) != list(members):
             return False
-        if self.job.phase is not JobPhase.RUNNING:
+        if self.job.phase is not JobPhase.RUNNING or len({p.has_parted for p in alive}) > 1:
             return False
         gives_up = not self.plan.replaces or self.plan.max_recoveries < 1000  # some places may stay empty
         return gives_up or all(p in members for p in self._fillable())
