@@ -5,6 +5,7 @@ One device is enough: one rank with nccl, and two ranks that share it over gloo.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.ddp.replica_hash import StateHasher, state_of_optimizers
 from lightning_ddp.telemetry.step_record import StepRecord
 
 pytestmark = [
@@ -173,3 +175,34 @@ def mode_that_is_to_notice(rank: int, world_size: int) -> None:
 
 def test_the_check_for_waiting_notices_it():
     run_ranks(mode_that_is_to_notice, 1)
+
+
+def hashes_of(device: str, net: nn.Module) -> list[tuple[int, ...]]:
+    """The values of all slices of a cycle, taken with three more, after a step."""
+    copied = copy.deepcopy(net).to(device)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.0, momentum=0.9)
+    for p in copied.parameters():
+        p.grad = p.detach().clone()
+    optimizer.step()
+    names = {id(p): name for name, p in copied.named_parameters()}
+    tensors, numbers = state_of_optimizers([optimizer], names)
+    hasher = StateHasher(lambda: ({**dict(copied.named_parameters()), **tensors}, numbers), 16, 1 << 20)
+    hasher.hash_next(0)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for step in range(1, len(hasher.cycle)):
+            hasher.hash_next(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for step in range(3):
+        hasher.hash_next(step)
+    found = [hasher.find(number)[0] for number in range(1, len(hasher.cycle) + 1)]
+    return [hashed.values for hashed in found if hashed is not None]
+
+
+def test_hashes_on_a_device_are_those_of_the_cpu_and_the_host_does_not_wait() -> None:
+    net = Net()
+    on_cpu, on_device = (hashes_of(device, net) for device in ("cpu", "cuda"))
+    assert len(on_cpu) > 3
+    assert on_cpu == on_device
