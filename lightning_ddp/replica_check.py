@@ -84,7 +84,7 @@ class ReplicaCheck:
     def release(self) -> None:
         """Let go of the models, at the end of the run; what was hashed can still be asked for."""
         self._replicas = list
-        self._hasher.begin_cycle()
+        self._hasher.release()
 
     # ------------------------------------------------------------------ what is compared
 

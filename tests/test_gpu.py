@@ -201,6 +201,7 @@ def hashes_of(device: str, net: nn.Module) -> list[tuple[int, ...]]:
     return [hashed.values for hashed in found if hashed is not None]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_hashes_on_a_device_are_those_of_the_cpu_and_the_host_does_not_wait() -> None:
     net = Net()
     on_cpu, on_device = (hashes_of(device, net) for device in ("cpu", "cuda"))

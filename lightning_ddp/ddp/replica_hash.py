@@ -28,8 +28,8 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors and numbers, by name."""
 _SHARDED = ("ZeroRedundancyOptimizer", "DistributedOptimizer")
 """Optimizers in which each rank has the state of a part of the parameters only."""
-_MOST_TENSORS, _MOST_SCALARS = 12, 64
-"""Most tensors in a slice, which take some 5 us each, and most with one element, which take 0.5 us."""
+_MOST_TENSORS, _MOST_SCALARS = {"cpu": 16, "cuda": 8}, 64
+"""Most tensors in a slice, which take 2 us each or, on a device, 8, and most with one element."""
 _MOST_KEPT = 2048
 """Hashes that are kept: of a second or two, also where steps are very short."""
 
@@ -90,26 +90,30 @@ class _Slice:
     is_state: bool = True
 
 
-def _slices(state: State, *, num_slices: int, most_bytes: int | None) -> list[_Slice]:
+def _slices(tensors: Mapping[str, Tensor], *, num_slices: int, most_bytes: int | None) -> list[_Slice]:
     """Divide a state into slices, in the same way on all ranks if names and shapes are the same."""
-    tensors, numbers = state
-    found = []
-    if numbers:
-        values = torch.tensor([*map(float, numbers.values())], dtype=torch.float64).view(torch.int64)
-        found.append(_Slice(tuple(numbers), lambda: values, is_state=False))
     alike: dict[Any, list[tuple[str, Tensor, slice]]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and tensor.numel():
-            is_scalar = tensor.numel() == 1 and tensor.device.type == "cpu" and not tensor.is_complex()
-            limit = most_bytes or (1 if tensor.device.type == "cpu" else 64) << 20
+        kind = tensor.device.type
+        if tensor.layout is torch.strided and kind in ("cpu", "cuda") and tensor.numel():
+            is_scalar = tensor.numel() == 1 and kind == "cpu" and not tensor.is_complex()
+            limit = most_bytes or (1 if kind == "cpu" else 64) << 20
             alike[tensor.device, tensor.dtype if is_scalar else None, limit] += _cut(name, tensor, limit)
-    for (_, scalar_type, limit), pieces in alike.items():
+    found = []
+    for (device, scalar_type, limit), pieces in alike.items():
         if scalar_type is not None:
-            found += [_slice_of(part, _scalars) for part in _pack(pieces, _MOST_SCALARS, limit)]
+            found += [
+                _Slice(names, partial(_scalars, part)) for names, part in _pack(pieces, _MOST_SCALARS, limit)
+            ]
         else:
-            size = min(_MOST_TENSORS, -(-len(pieces) // max(1, num_slices - len(found))))
-            found += [_slice_of(part, _sums) for part in _pack(pieces, size, limit)]
+            size = min(_MOST_TENSORS[device.type], -(-len(pieces) // max(1, num_slices - len(found))))
+            found += [_Slice(names, _Sums(part)) for names, part in _pack(pieces, size, limit)]
     return found
+
+
+def _numbers_slice(numbers: Mapping[str, Any]) -> _Slice:
+    values = torch.tensor([*map(float, numbers.values())], dtype=torch.float64).view(torch.int64)
+    return _Slice(tuple(numbers), lambda: values, is_state=False)
 
 
 def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, slice]]:
@@ -121,26 +125,38 @@ def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, 
     return [(name, tensor, slice(start, start + step)) for start in range(0, words.numel(), step)]
 
 
-def _pack(pieces: Sequence[Any], most: int, most_bytes: int) -> Iterator[list[Any]]:
+def _pack(pieces: Sequence[Any], most: int, most_bytes: int) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+    """Divide pieces into slices of at most so many pieces and bytes, and give each its names."""
     part: list[Any] = []
     num_bytes = 0
-    for piece in pieces:
-        size = min(most_bytes, piece[1].numel() * piece[1].element_size())
-        if part and (len(part) == most or num_bytes + size > most_bytes):
-            yield part
+    for piece in [*pieces, None]:
+        size = 0 if piece is None else min(most_bytes, piece[1].numel() * piece[1].element_size())
+        if part and (piece is None or len(part) == most or num_bytes + size > most_bytes):
+            yield tuple(name for name, _, _ in part), part
             part, num_bytes = [], 0
         part.append(piece)
         num_bytes += size
-    if part:
-        yield part
 
 
-def _slice_of(pieces: Sequence[Any], compute: Callable[[Sequence[Any]], Tensor]) -> _Slice:
-    return _Slice(tuple(name for name, _, _ in pieces), partial(compute, pieces))
+class _Sums:
+    """Sums of the words of some pieces. Views are kept, as making one takes as long as a sum."""
 
+    def __init__(self, pieces: Sequence[tuple[str, Tensor, slice]]) -> None:
+        self._pieces = pieces
+        self._views: list[tuple[int, Tensor]] = [(0, tensor) for _, tensor, _ in pieces]
+        """Address of each tensor, and the words there."""
+        self._sums = torch.empty(len(pieces), dtype=torch.int64, device=pieces[0][1].device)
+        self._each = self._sums.unbind()
 
-def _sums(pieces: Sequence[tuple[str, Tensor, slice]]) -> Tensor:
-    return torch.stack([words_of(tensor)[words].sum() for _, tensor, words in pieces])
+    def __call__(self) -> Tensor:
+        for index, (_, tensor, part) in enumerate(self._pieces):
+            address, words = self._views[index]
+            if tensor.data_ptr() != address:
+                words = words_of(tensor)[part]
+                is_view = words.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                self._views[index] = (tensor.data_ptr(), words) if is_view else (0, tensor)
+            torch.sum(words, 0, out=self._each[index])
+        return self._sums
 
 
 def _scalars(pieces: Sequence[tuple[str, Tensor, slice]]) -> Tensor:
@@ -182,6 +198,9 @@ class StateHasher:
 
     def __init__(self, read: Callable[[], State], num_slices: int, most_bytes: int | None) -> None:
         self._read, self._num_slices, self._most_bytes = read, num_slices, most_bytes
+        self._of: list[tuple[str, Tensor]] = []
+        """Tensors of which `_parts` were made."""
+        self._parts: list[_Slice] = []
         self.begin()
 
     def begin(self) -> None:
@@ -194,15 +213,19 @@ class StateHasher:
         self.begin_cycle()
 
     def begin_cycle(self) -> None:
-        """Read the state again before the next hash; keep no tensor until then."""
+        """Read the state again before the next hash."""
         self.cycle: list[_Slice] = []
         self._position = 0
+
+    def release(self) -> None:
+        """Let go of all tensors."""
+        self.begin_cycle()
+        self._of, self._parts = [], []
 
     def hash_next(self, step: int) -> None:
         """Hash the next slice, after a step. On a device values come later, and the host does not wait."""
         if self._position == len(self.cycle):
-            self.begin_cycle()
-            self.cycle = _slices(self._read(), num_slices=self._num_slices, most_bytes=self._most_bytes)
+            self._read_all()
         if not self.cycle:
             return
         part, event = self.cycle[self._position], None
@@ -220,6 +243,17 @@ class StateHasher:
             make, values, _ = self._queued.popleft()
             self._kept.append(hashed := make(tuple(values.flatten().tolist())))
             self._fresh.append(hashed)
+
+    def _read_all(self) -> None:
+        """Begin a cycle."""
+        tensors, numbers = self._read()
+        known = [*tensors.items()]
+        is_known = len(known) == len(self._of)
+        if not is_known or any(a is not b or n != m for (n, a), (m, b) in zip(known, self._of, strict=True)):
+            self._of = known
+            self._parts = _slices(tensors, num_slices=self._num_slices, most_bytes=self._most_bytes)
+        self.cycle = [_numbers_slice(numbers), *self._parts] if numbers else self._parts
+        self._position = 0
 
     # ------------------------------------------------------------------ also in other threads
 
@@ -246,7 +280,8 @@ def differing_state(group: Group, state: State, device: torch.device) -> dict[st
     Collective: all ranks must call it.
     """
     mine: dict[str, list[int]] = defaultdict(list)
-    for part in _slices(state, num_slices=1, most_bytes=None):
+    tensors, numbers = state
+    for part in [*_slices(tensors, num_slices=1, most_bytes=None), _numbers_slice(numbers)]:
         for name, value in zip(part.names, part.compute().flatten().tolist(), strict=True):
             mine[name].append(value)
     everyone = all_gather_objects(group, dict(mine), device)
