@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # the wrapper is imported late
     from lightning_ddp.ddp.module import BucketedDDP
 
 __all__ = ["Replica", "ReplicaCheck"]
+
+_log = logging.getLogger("lightning_ddp")
 
 _MOST_SHOWN = 3
 _MOST_EVENTS = 8
@@ -80,6 +83,8 @@ class ReplicaCheck:
             self._hasher.begin_cycle()
         self._step = step
         self._hasher.hash_next(step)
+        if self._hasher.num_hashed == 1:
+            _log.info("replica_check: the state is compared once in %d steps", len(self._hasher.cycle))
 
     def release(self) -> None:
         """Let go of the models, at the end of the run; what was hashed can still be asked for."""

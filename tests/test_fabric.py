@@ -110,6 +110,12 @@ def test_a_rank_that_fails_anywhere_in_the_script_ends_all_with_its_report(tmp_p
     assert "PeerFailure: rank 1 (" in result.stderr
 
 
+def test_replicas_that_part_end_the_run(tmp_path):
+    result = run("lightning_fabric", tmp_path, "check:part")
+    assert result.returncode == 1
+    assert "the replicas differ: ranks 0-1 have different 0.weight" in result.stderr
+
+
 def test_fabric_knows_the_names_but_those_for_loops_and_says_what_is_wrong():
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import STRATEGY_REGISTRY

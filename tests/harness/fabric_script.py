@@ -42,7 +42,7 @@ def train(fabric: Any, out: Path, fails: str, module: nn.Module) -> None:
     step, apart = 0, []
     for inputs, labels in (batch for _ in range(2) for batch in loader):
         if step == FAIL_AT and fabric.global_rank == 1:
-            fail(fails)
+            fail(fails, module)
         with fabric.no_backward_sync(model, enabled=step % 2 == 0):
             fabric.backward(cross_entropy(model(inputs), labels))
         step += 1
@@ -77,7 +77,10 @@ def train(fabric: Any, out: Path, fails: str, module: nn.Module) -> None:
     fabric.barrier()
 
 
-def fail(how: str) -> None:
+def fail(how: str, module: nn.Module) -> None:
+    if how == "part":
+        with torch.no_grad():
+            module[0].weight[3, 5].neg_()
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raise":
@@ -86,7 +89,11 @@ def fail(how: str) -> None:
 
 def main(namespace: str, out: Path, cases: list[str]) -> None:
     fabric_class = importlib.import_module(namespace).Fabric
-    objects = {"hook": {"ddp_comm_hook": POWERSGD}, "averager": {"model_averaging": LOCAL}}
+    objects = {
+        "hook": {"ddp_comm_hook": POWERSGD},
+        "averager": {"model_averaging": LOCAL},
+        "check": {"replica_check": "stop"},
+    }
     for case in cases:
         name, _, fails = case.partition(":")
         strategy = lightning_ddp.CustomFabricStrategy(**objects[name]) if name in objects else name
