@@ -809,7 +809,9 @@ def example(hint: Any) -> Any:
         return [example(of) for of in arguments if of is not ...]
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return next(iter(hint)).value
-    return {int: 2, str: "0-2", bool: True, float: 1.5}.get(hint, {"1": "x"})
+    if origin is dict:
+        return {"1": example(arguments[1])}
+    return {int: 2, str: "0-2", bool: True, float: 1.5}.get(hint, "x")
 
 
 @pytest.mark.parametrize("kind", sorted(Message.kinds))

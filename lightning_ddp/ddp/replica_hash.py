@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from torch import Tensor
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
-from lightning_ddp.supervise.replica_comparison import minority
 
 __all__ = ["Hashed", "State", "StateHasher", "differing_state", "state_of_optimizers"]
 
@@ -286,5 +285,9 @@ def differing_state(group: Group, state: State, device: torch.device) -> dict[st
             mine[name].append(value)
     everyone = all_gather_objects(group, dict(mine), device)
     names = dict.fromkeys(name for each in everyone for name in each)
-    found = {name: minority(str(each.get(name)) for each in everyone) for name in names}
+    found = {}
+    for name in names:
+        values = [str(each.get(name)) for each in everyone]
+        most, number = Counter(values).most_common(1)[0]
+        found[name] = [rank for rank, each in enumerate(values) if each != most or 2 * number <= len(values)]
     return {name: ranks for name, ranks in found.items() if ranks}

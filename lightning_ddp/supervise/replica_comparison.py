@@ -141,7 +141,5 @@ def minority(values: Iterable[Hashable]) -> list[int]:
     ([2], [], [0, 1])
     """
     listed = list(values)
-    if len(set(listed)) < 2:
-        return []
-    value, number = Counter(listed).most_common(1)[0]
-    return [i for i, each in enumerate(listed) if each != value or 2 * number <= len(listed)]
+    most, number = Counter(listed).most_common(1)[0]
+    return [i for i, each in enumerate(listed) if each != most or 2 * number <= len(listed)]
