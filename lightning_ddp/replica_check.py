@@ -88,7 +88,7 @@ class ReplicaCheck:
 
     def release(self) -> None:
         """Let go of the models, at the end of the run; what was hashed can still be asked for."""
-        self._replicas = list
+        self._replicas, self._facts = list, dict
         self._hasher.release()
 
     # ------------------------------------------------------------------ what is compared

@@ -123,11 +123,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             step boundary, 'leave' lets that rank exit there with code 0 while the other ranks continue: it
             needs `on_failure` 'shrink' or 'replace'. A mapping with `name` and `signal`: the signal to react
             to instead of SIGTERM, such as 'SIGUSR1'.
-        replica_check: What happens when the ranks' parameters, optimizer states or learning rates are no
-            longer equal bit for bit, of which a part is compared after each step: 'off', 'warn', 'stop' or
-            'heal'. 'warn' prints which rank, parameter and step, 'stop' also ends the run, 'heal' copies the
-            state of the majority to that rank, as after a loss: it needs `on_failure` 'shrink' or 'replace'.
-            A mapping with `name` and options: `cycle_steps`, `mb_per_step`.
+        replica_check: What happens when parameters or optimizer states of the ranks differ: 'off', 'warn',
+            'stop' or 'heal'. A part of them is compared bit for bit after each step. 'warn' prints which
+            rank, parameter and step, 'stop' also ends the run, 'heal' copies the state of the majority to
+            that rank: it needs `on_failure` 'shrink' or 'replace'. A mapping with `name` and options:
+            `cycle_steps`, `mb_per_step`.
         emergency_checkpoint: If True, save the last step that all ranks completed before a failure ends a
             fit; a path is the folder. The file is `emergency-step=N.ckpt`. True uses a folder `emergency`
             beside that of the Trainer's checkpoints, and saves nothing if the Trainer makes none. On CUDA
