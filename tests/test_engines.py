@@ -43,6 +43,12 @@ def pytorch_job(node: int) -> dict[str, str]:
     return {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "WORLD_SIZE": "2", "RANK": str(node)}
 
 
+def pytorch_job_of_processes(node: int) -> dict[str, str]:
+    """With `nprocPerNode: "2"`, by which the operator multiplies."""
+    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(node), "WORLD_SIZE": "4"}
+    return {**pytorch_job(node), **numbers}
+
+
 def vertex(node: int) -> dict[str, str]:
     return {**pytorch_job(node), "CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'}
 
@@ -96,8 +102,10 @@ WAYS: dict[str, Way] = {
     "torchrun": (lambda _: [{}], torchrun, BOTH),
     "srun, a task a device": (lambda node: [slurm(node, rank) for rank in (0, 1)], lambda _: (), BOTH),
     "srun, a task a node": a_node(slurm, RUN, devices=2),
+    "srun, a task a node, python": a_node(slurm, (), devices=2),
     "PyTorchJob, python": a_node(pytorch_job, (), devices=2),
     "PyTorchJob, run": a_node(pytorch_job, RUN, **BOTH),
+    "PyTorchJob, open": a_node(pytorch_job_of_processes, RUN),
     "TrainJob": a_node(train_job, RUN, **BOTH),
     "TrainJob, open": a_node(train_job, RUN),
     "TrainJob, open, python": a_node(train_job, ()),
