@@ -167,8 +167,9 @@ def test_a_pod_that_is_killed_comes_back_by_the_same_command(
     order = replacing(2)
     if variables is indexed_job:
         order["trainer"]["num_nodes"] = 2
-    moments = {"start": time.time()}
+    moments = {}
     with pods(tmp_path, variables, **order) as start, start(0) as first, contextlib.ExitStack() as stack:
+        moments["start"] = time.time()
         with start(1) as second:
             first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
             processes = second.processes()
@@ -194,7 +195,7 @@ def seconds_of(ledger: Ledger, moments: dict[str, float]) -> dict[str, float]:
     whole = next(step for step in steps if step[0]["world_size"] == 4 and step[0]["time"] > moments["again"])
     heard = max(change["time"] - change["seconds"] for change in ledger.changes if change["lost"])
     ends = {
-        "first step of the run": last_of(next(iter(steps))) - moments["start"],
+        "start": last_of(next(iter(steps))) - moments["start"],
         "detection": heard - moments["kill"],
         "next step": last_of(alone) - moments["kill"],
         "full strength": last_of(whole) - moments["again"],
