@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_ddp.rank_files as rank_files
-from lightning_ddp._lightning import adopt, bind_like, choose_backend, set_launcher
+from lightning_ddp._lightning import adopt, bind_like, choose_backend, lightnings, set_launcher
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
@@ -155,15 +155,18 @@ class StrategyCore:
 
     def _settle_nodes(self) -> None:
         """Take the numbers of nodes and devices from the engine where the script leaves them open."""
-        from lightning_ddp.launch.environment import settle_nodes
+        from lightning_ddp.launch.environment import is_slurm_node, settle_nodes
 
-        if type(self.cluster_environment).__name__ != "LightningEnvironment":
-            return  # ranks that an engine has started, or the user's own environment
         own: Any = self  # of the class after this one
         devices = own.parallel_devices or []
+        if was_rank := is_slurm_node(self.cluster_environment, len(devices)):
+            self.cluster_environment.auto_requeue = False  # the other ranks here would not get the signal
+            self.cluster_environment = lightnings("LightningEnvironment")()
+        elif type(self.cluster_environment).__name__ != "LightningEnvironment":
+            return  # ranks that an engine has started, or the user's own environment
         available = self.accelerator.auto_device_count()
         settled = settle_nodes(self.num_nodes, len(devices), is_open=len(devices) == available)
-        if settled == (self.num_nodes, len(devices)):
+        if settled == (self.num_nodes, len(devices)) and not was_rank:
             return
         self.num_nodes, num_devices = settled
         if num_devices != len(devices):

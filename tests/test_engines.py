@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ def train_job(node: int) -> dict[str, str]:
 
 def pytorch_job(node: int) -> dict[str, str]:
     return {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "WORLD_SIZE": "2", "RANK": str(node)}
+
+
+def pytorch_job_of_processes(node: int) -> dict[str, str]:
+    """With `nprocPerNode: "2"`, by which the operator multiplies."""
+    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(node), "WORLD_SIZE": "4"}
+    return {**pytorch_job(node), **numbers}
 
 
 def vertex(node: int) -> dict[str, str]:
@@ -95,8 +102,10 @@ WAYS: dict[str, Way] = {
     "torchrun": (lambda _: [{}], torchrun, BOTH),
     "srun, a task a device": (lambda node: [slurm(node, rank) for rank in (0, 1)], lambda _: (), BOTH),
     "srun, a task a node": a_node(slurm, RUN, devices=2),
+    "srun, a task a node, python": a_node(slurm, (), devices=2),
     "PyTorchJob, python": a_node(pytorch_job, (), devices=2),
     "PyTorchJob, run": a_node(pytorch_job, RUN, **BOTH),
+    "PyTorchJob, open": a_node(pytorch_job_of_processes, RUN),
     "TrainJob": a_node(train_job, RUN, **BOTH),
     "TrainJob, open": a_node(train_job, RUN),
     "TrainJob, open, python": a_node(train_job, ()),
@@ -158,16 +167,42 @@ def test_a_pod_that_is_killed_comes_back_by_the_same_command(
     order = replacing(2)
     if variables is indexed_job:
         order["trainer"]["num_nodes"] = 2
+    moments = {}
     with pods(tmp_path, variables, **order) as start, start(0) as first, contextlib.ExitStack() as stack:
+        moments["start"] = time.time()
         with start(1) as second:
             first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
-            for process in second.processes():
+            processes = second.processes()
+            moments["kill"] = time.time()
+            for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):  # the first takes others along
                     process.kill()
             assert second.wait(60).returncode == -signal.SIGKILL
         first.wait_until(lambda: bool(Ledger(tmp_path).changes))
+        moments["again"] = time.time()
         again = stack.enter_context(start(1))
         for script in (first, again):
             assert script.wait(240).returncode == 0, script.output()
     ledger = Ledger(tmp_path)
     ledger.check_members(4)
+    print(variables.__name__, seconds_of(ledger, moments))
+
+
+def seconds_of(ledger: Ledger, moments: dict[str, float]) -> dict[str, float]:
+    """Seconds of each part of a loss and a return, from the moments of the test: of the slowest rank."""
+    steps = ledger.by_step().values()
+    alone = next(step for step in steps if step[0]["world_size"] < 4)
+    whole = next(step for step in steps if step[0]["world_size"] == 4 and step[0]["time"] > moments["again"])
+    heard = max(change["time"] - change["seconds"] for change in ledger.changes if change["lost"])
+    ends = {
+        "start": last_of(next(iter(steps))) - moments["start"],
+        "detection": heard - moments["kill"],
+        "next step": last_of(alone) - moments["kill"],
+        "full strength": last_of(whole) - moments["again"],
+    }
+    return {name: round(seconds, 2) for name, seconds in ends.items()}
+
+
+def last_of(step: list[dict[str, Any]]) -> float:
+    """When the last rank has committed a step."""
+    return max(float(entry["time"]) for entry in step)

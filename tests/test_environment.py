@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 import pytest
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.environment import nodes_of, settle_nodes
+from lightning_ddp.launch.environment import is_slurm_node, nodes_of, settle_nodes
 
 HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511", "NODE_RANK": "1"}
 TRAIN_JOB = {
@@ -20,6 +21,8 @@ TRAIN_JOB = {
     "JOB_COMPLETION_INDEX": "1",
 }
 PYTORCH_JOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "2", "RANK": "1"}
+PROCESSES_OF_PODS = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "16"}
+"""Of a PyTorchJob with `nprocPerNode: "8"`."""
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "job-0.svc", "MASTER_PORT": "29511"}
 SKYPILOT = {
     "SKYPILOT_NODE_RANK": "1",
@@ -31,10 +34,21 @@ SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "S
 SLURM_TASK = {**HAND, "LIGHTNING_DDP_NODES": "2 SLURM_NNODES"}
 """As `run` leaves it."""
 
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NODELIST": "gpu-[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_STEP_ID": "0",
+}
+
 
 @pytest.fixture
 def set_env(monkeypatch: pytest.MonkeyPatch) -> Any:
-    names = {*HAND, *TRAIN_JOB, *PYTORCH_JOB, *SKYPILOT, *SAGEMAKER, *SLURM_TASK, "LOCAL_RANK"}
+    names = {*HAND, *TRAIN_JOB, *PYTORCH_JOB, *SKYPILOT, *SAGEMAKER, *SLURM_TASK, *SRUN, "LOCAL_RANK"}
     for name in names:  # set first, so that what the function adds is taken back
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -60,6 +74,9 @@ def set_env(monkeypatch: pytest.MonkeyPatch) -> Any:
             id="TrainJob-auto",
         ),
         pytest.param(PYTORCH_JOB, {}, (2, 1), "job-master-0:23456", id="PyTorchJob"),
+        pytest.param(
+            {**PYTORCH_JOB, **PROCESSES_OF_PODS}, {}, (2, 8), "job-master-0:23456", id="PyTorchJob-processes"
+        ),
         pytest.param(INDEXED_JOB, {"num_nodes": 2}, (2, 1), "job-0.svc:29511", id="indexed-Job"),
         pytest.param(INDEXED_JOB, {}, (1, 1), None, id="indexed-Job-of-a-sweep"),
         pytest.param({**INDEXED_JOB, "PET_NNODES": "2"}, {}, (2, 1), "job-0.svc:29511", id="indexed-Job-PET"),
@@ -110,6 +127,11 @@ def test_numbers_come_from_the_engine_where_the_script_leaves_them_open(
         ({**SKYPILOT, "NODE_RANK": "0"}, {}, ("NODE_RANK=0", "SKYPILOT_NODE_RANK=1")),
         ({**TRAIN_JOB, **SKYPILOT, "PET_NNODES": "4"}, {}, ("PET_NNODES=4", "SKYPILOT_NUM_NODES=2")),
         ({**PYTORCH_JOB, "PET_NNODES": "4"}, {}, ("PET_NNODES=4", "WORLD_SIZE=2")),
+        (
+            {**PYTORCH_JOB, **PROCESSES_OF_PODS, "PET_NNODES": "4"},
+            {"num_devices": 8},
+            ("PET_NNODES=4", "WORLD_SIZE / PET_NPROC_PER_NODE=2"),
+        ),
         ({**TRAIN_JOB, "PET_NODE_RANK": "2"}, {}, ("PET_NODE_RANK=2", "PET_NNODES=2")),
         ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, {}, ("SM_CURRENT_HOST=algo-3", "algo-1")),
         ({**TRAIN_JOB, "PET_NNODES": "1:4"}, {}, ("PET_NNODES=1:4", "a range")),
@@ -124,6 +146,28 @@ def test_a_contradiction_names_both_sides(
         settle_nodes(**{"num_nodes": 1, "num_devices": 1, **script}, is_open=False)
     for part in named:
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_devices", "is_node"),
+    [
+        pytest.param({}, 2, True, id="task-per-node"),
+        pytest.param({}, 1, False, id="task-per-node-of-one-device"),
+        pytest.param({"SLURM_NTASKS": "4"}, 2, False, id="task-per-device"),
+        pytest.param({"SLURM_STEP_ID": ""}, 2, False, id="without-srun"),
+        pytest.param({"SLURM_STEP_ID": "", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, 2, True, id="alone"),
+        pytest.param({"SLURM_NTASKS": "", "LIGHTNING_DDP_NODES": "2 SLURM_NNODES"}, 1, True, id="under-run"),
+    ],
+)
+def test_a_task_of_slurm_is_a_node_where_it_is_the_only_one_of_several_devices(
+    set_env, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], num_devices: int, is_node: bool
+) -> None:
+    set_env({**SRUN, **variables})
+    for name in [name for name, value in variables.items() if not value]:
+        monkeypatch.delenv(name)
+    assert is_slurm_node(SLURMEnvironment(), num_devices) is is_node
+    assert ("SLURM_NTASKS" in os.environ) is not is_node
+    assert not is_slurm_node(LightningEnvironment(), num_devices)
 
 
 def test_the_names_of_the_engines_that_were_found() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from harness import run_script
+from kubeflow_trainer_api import models as schemas
 
 import lightning_ddp
 from lightning_ddp.averaging import available_averagers
@@ -224,9 +225,26 @@ def job_of(spec):
     return spec["replicatedJobs"][0]["template"]["spec"]
 
 
-def test_manifests_have_their_version_and_two_nodes():
+def manifests():
     found = [yaml.safe_load(block.code) for block in BLOCKS if "apiVersion:" in block.code]
-    found = {manifest["kind"]: manifest for manifest in found}
+    return {manifest["kind"]: manifest for manifest in found}
+
+
+def test_manifests_have_no_field_that_is_not_in_the_engine_s_schema():
+    """The models are made of the schemas, and drop what these do not have."""
+    found = manifests()
+    for kind, model in (
+        ("TrainJob", schemas.TrainerV1alpha1TrainJob),
+        ("JobSet", schemas.JobsetV1alpha2JobSet),
+    ):
+        assert model.from_dict(found[kind]).to_dict() == found[kind]
+    for replica in found["PyTorchJob"]["spec"]["pytorchReplicaSpecs"].values():
+        pods = replica["template"]
+        assert schemas.IoK8sApiCoreV1PodTemplateSpec.from_dict(pods).to_dict() == pods
+
+
+def test_manifests_have_their_version_and_two_nodes():
+    found = manifests()
     assert found.keys() == MANIFESTS.keys()
     for kind, (version, nodes) in MANIFESTS.items():
         assert found[kind]["apiVersion"] == version

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from copy import deepcopy
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.averaging import build_averager
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.group import Group
+from lightning_ddp.ddp.reduction import Reduction
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RankMismatchError
 from lightning_ddp.hooks import build_hook
@@ -214,6 +216,26 @@ def test_a_rank_that_lets_go_of_its_memory_ends_the_wait_of_others() -> None:
     assert first.status == "raised"
     assert "connection closed by peer: rank 1" in first.message
     assert second.status == "returned"
+
+
+def test_a_reduction_that_is_closed_waits_no_longer_for_ranks_that_do_not_come() -> None:
+    is_closed = threading.Event()
+
+    def rank_main(rank, _, group):
+        memory, tensors = connected(group, [(4, torch.float32)])
+        if rank == 1:
+            assert is_closed.wait(SOON_S)
+            with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
+                memory.all_reduce(tensors[0])
+            return
+        reduction = Reduction(Group(group, transport=SHARED), memory)
+        work = reduction._worker.submit(partial(memory.all_reduce, tensors[0]))
+        reduction.close()
+        with pytest.raises(RuntimeError, match="this rank has let go of its shared memory"):
+            work.wait(timedelta(seconds=SOON_S))
+        is_closed.set()
+
+    run_threads(rank_main, 2)
 
 
 def test_a_channel_s_jobs_share_memory_and_count_as_others_do() -> None:

@@ -83,7 +83,9 @@ class Reduction:
             self.scale = 1.0 / divisor
 
     def close(self) -> None:
-        """Stop the thread of the transport; a later launch would start another thread."""
+        """End what the thread of the transport waits for, and stop it. Nothing is launched any more."""
+        if self._memory is not None:
+            self._memory.close()
         self._worker.end()
 
     def launch(self, bucket: Bucket, state: BackwardState) -> None:

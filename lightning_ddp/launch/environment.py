@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.errors import ConfigurationError
@@ -21,6 +21,7 @@ __all__ = [
     "Engine",
     "Nodes",
     "Told",
+    "is_slurm_node",
     "nodes_of",
     "settle_nodes",
     "take_slurm_task",
@@ -31,6 +32,7 @@ _DEFAULT_PORT = "29500"
 """Port of the store where an engine gives an address only; torchrun's default too."""
 _NODES_VARIABLE = "LIGHTNING_DDP_NODES"
 """Number of nodes, and the variable that said it where that was removed; for processes started from here."""
+_OF_SLURM = "SLURM_NNODES"
 
 
 class Told(NamedTuple):
@@ -94,9 +96,15 @@ class Engine:
     read: Callable[[_Variables], Nodes]
 
 
+def _processes(env: _Variables) -> Told | None:
+    """Return torchrun's number of processes of a node, which may also be `auto`, `cpu` or `gpu`."""
+    name = "PET_NPROC_PER_NODE"
+    return None if env.text(name) in ("auto", "cpu", "gpu") else env.number(name)
+
+
 def _of_pet(env: _Variables) -> Nodes:
-    """Read torchrun's arguments as variables. A number of processes may also be `auto`, `cpu` or `gpu`."""
-    range_, per_node = env.text("PET_NNODES") or "", env.text("PET_NPROC_PER_NODE")
+    """Read torchrun's arguments as variables."""
+    range_ = env.text("PET_NNODES") or ""
     least, _, most = range_.partition(":")
     if most and least != most:
         raise ConfigurationError(
@@ -106,14 +114,18 @@ def _of_pet(env: _Variables) -> Nodes:
     return Nodes(
         num_nodes=_Variables({"PET_NNODES": least}).number("PET_NNODES"),
         node_rank=env.number("PET_NODE_RANK"),
-        num_devices=None if per_node in ("auto", "cpu", "gpu") else env.number("PET_NPROC_PER_NODE"),
+        num_devices=_processes(env),
         address=env.text("PET_MASTER_ADDR"),
         port=env.text("PET_MASTER_PORT"),
     )
 
 
 def _of_pods(env: _Variables) -> Nodes:
-    return Nodes(num_nodes=env.number("WORLD_SIZE"), node_rank=env.number("RANK"))
+    size, per_node = env.number("WORLD_SIZE"), _processes(env)
+    if size and per_node and per_node.value and not size.value % per_node.value:
+        # where nprocPerNode is a number, the operator counts the processes of all pods; its RANK is the pod's
+        size = Told(size.value // per_node.value, f"{size.variable} / {per_node.variable}")
+    return Nodes(num_nodes=size, node_rank=env.number("RANK"))
 
 
 def _of_skypilot(env: _Variables) -> Nodes:
@@ -253,10 +265,23 @@ def take_slurm_task() -> None:
     takes each task for a rank.
     """
     num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
-    if num_tasks is None or num_tasks != os.environ.get("SLURM_NNODES") or not kind.detect():
+    if num_tasks is None or num_tasks != os.environ.get(_OF_SLURM) or not kind.detect():
         return
     slurm = kind()
     address, port, node = slurm.main_address, slurm.main_port, slurm.node_rank()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
-    os.environ[_NODES_VARIABLE] = f"{num_tasks} SLURM_NNODES"
+    os.environ[_NODES_VARIABLE] = f"{num_tasks} {_OF_SLURM}"
     del os.environ["SLURM_NTASKS"]
+
+
+def is_slurm_node(environment: Any, num_devices: int) -> bool:
+    """Return True if Lightning takes this process for a rank of SLURM, but it starts those of its node.
+
+    It does if srun has started one task per node, and a node has several devices; or if `run` has taken the
+    task. A script that srun has not started is alone, so there must be no other task.
+    """
+    if type(environment).__name__ != "SLURMEnvironment":
+        return False
+    if num_devices > 1 and ("SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_NTASKS") == "1"):
+        take_slurm_task()
+    return os.environ.get(_NODES_VARIABLE, "").endswith(_OF_SLURM)

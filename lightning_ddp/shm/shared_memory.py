@@ -166,6 +166,13 @@ class SharedMemory:
         self._posts = [_semaphore(controls[i], self._me) for i in others]
         self._waits = [(_semaphore(controls[self._me], i), i) for i in others]
 
+    def close(self) -> None:
+        """End the waits of this rank's threads, and those of other ranks for this one: they raise.
+
+        For use once connected. Thread-safe; does not communicate.
+        """
+        self._are_closed[self._me][0] = 1
+
     # ------------------------------------------------------------------ all-reduce
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -298,6 +305,8 @@ class SharedMemory:
                 return True
             group.check()
             _check_not_ending()
+            if self._are_closed[self._me][0]:
+                raise RuntimeError(f"rank {group.rank}: this rank has let go of its shared memory")
             if self._is_gone(index):
                 if semaphore.try_wait():  # it took part before it exited
                     return True

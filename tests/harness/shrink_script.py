@@ -72,7 +72,7 @@ def die_if(moment: str, step: int) -> None:
             if fault.get("how") == "leaves":
                 ask_to_leave(fault.get("signal", "SIGTERM"))
                 return
-            note(event="dies", time=time.time())
+            note(event="dies")
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
             if fault.get("how") == "exit":
@@ -103,7 +103,7 @@ def die_as_new(moment: str) -> None:
     """The fault of the first processes that come in the place of a lost one and get as far as this."""
     number = ORDER.get("new_faults", []).count(moment) if IS_NEW else 0
     if any(is_first(f"died-{moment}-{turn}") for turn in range(number)):
-        note(event="dies", time=time.time(), moment=moment)
+        note(event="dies", moment=moment)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -169,7 +169,7 @@ class Chaos(threading.Thread):
                 time.sleep(0.2)
             if chaos_is_over():
                 return
-            note(event="dies", time=time.time(), kind=kind)
+            note(event="dies", kind=kind)
         if kind == "raise" and place() != 0:
             self.raises = True
         elif kind == "exit":
@@ -192,7 +192,7 @@ class Deadly:
 def note(**entry: Any) -> None:
     """A line in this place's ledger."""
     NOTED.add(entry["event"])
-    entry = {"place": place(), **entry}
+    entry = {"place": place(), "time": time.time(), **entry}
     descriptor = os.open(FOLDER / f"ledger-{entry['place']}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, (json.dumps(entry) + "\n").encode())
     os.close(descriptor)
@@ -445,7 +445,6 @@ class Ledger(pl.Callback):
             optimizer=hash_of(moments),
             outer=outer_state(trainer),
             average=weights_of(trainer, module)[1],
-            time=time.time(),
         )
         die_if("batch end", trainer.global_step)
         die_as_new("first step")
@@ -465,7 +464,6 @@ class Ledger(pl.Callback):
             dealt_to=trainer.strategy.distributed_sampler_kwargs,
             lost=list(change.lost_ranks),
             joined=list(change.joined_ranks),
-            time=time.time(),
             step=change.step,
             seconds=change.seconds,
             retried=change.retried,

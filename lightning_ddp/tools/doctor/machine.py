@@ -255,6 +255,8 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
     found = (
         f"job {job}: {num_tasks} tasks, {per_node} on each of {num_nodes} node(s). Use"
         f" Trainer(devices={per_node}, num_nodes={num_nodes})"
+        + ", or more devices, whose ranks each task starts then"
+        * (per_node == 1)
     )
     first_host = lightnings("SLURMEnvironment").resolve_root_node_address(env.get("SLURM_NODELIST", ""))
     return Placement(
