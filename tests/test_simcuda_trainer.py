@@ -130,6 +130,12 @@ class Checker(Callback):
         self.is_settled = is_settled
         self.start = self.end_of_batch = len(simcuda.report)
         self.batches: list[list[simcuda.Report]] = []
+        self.num_hashed = 0
+        """Steps after which the replica check has hashed a part of the state."""
+
+    def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        check = getattr(trainer.strategy, "_replica_check", None)
+        self.num_hashed = check._hasher.num_hashed if check is not None else 0
 
     def on_fit_start(self, *args: Any) -> None:
         if self.is_settled:
@@ -194,6 +200,7 @@ def fitted(fit: Fit, strategy: str, folder: Path, resume: Path | None = None) ->
         "state": {name: value.detach().cpu() for name, value in model.state_dict().items()},
         "validated": model.validated,
         "scaler": trainer.precision_plugin.state_dict(),
+        "num_hashed": checker.num_hashed,
         **checker.found(),
     }
 
@@ -242,6 +249,15 @@ def assert_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
 def test_no_two_streams_conflict(name, answers):
     for answer in answers(name):
         assert answer["ours"]["race"] == {}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_state_is_hashed_on_the_device_after_each_step_with_equal_replicas(name, answers):
+    for answer in answers(name):
+        num_hashed, num_steps = answer["ours"]["num_hashed"], answer["ours"]["global_step"]
+        if name == "post_local_sgd":
+            num_steps = AVERAGING["start_step"] + (num_steps - AVERAGING["start_step"]) // AVERAGING["period"]
+        assert num_hashed == num_steps
 
 
 @pytest.mark.parametrize("name", FITS)
