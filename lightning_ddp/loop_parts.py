@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from lightning_ddp._lightning import (
     ForwardRedirection,
@@ -90,7 +91,7 @@ def shared_facts(trainer: Trainer, deals_batches: bool) -> dict[str, Any]:
         facts["number of training batches"] = trainer.num_training_batches
     for index, loader in enumerate(loaders_of(trainer.fit_loop)):
         sampler = getattr(loader, "sampler", None)
-        for name in ("seed", "epoch"):  # of a distributed sampler, whose ranks shuffle alike
-            if isinstance(getattr(sampler, name, None), int):
-                facts[f"{name} of the sampler of training dataloader {index}"] = getattr(sampler, name)
+        if isinstance(sampler, DistributedSampler):  # in which all ranks shuffle alike
+            facts[f"seed of the sampler of dataloader {index}"] = sampler.seed
+            facts[f"epoch of the sampler of dataloader {index}"] = sampler.epoch
     return facts

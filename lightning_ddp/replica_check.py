@@ -55,7 +55,6 @@ class ReplicaCheck:
         limit = settings.mb_per_step
         most_bytes = None if limit is None else max(8, int(limit * 1024 * 1024))
         self._hasher = StateHasher(self._read, settings.cycle_steps, most_bytes)
-        self._generation = 0
         self._scope: list[Equal] = []
         self._trained: frozenset[str] = frozenset()
         """Names of the parameters that were compared in the last cycle."""
@@ -63,7 +62,8 @@ class ReplicaCheck:
         """Changes of what is trained, with the step before which they were seen."""
         self._step = 0
         watch = control.watch
-        self._run = watch.state.begun if watch is not None else 0
+        self._series = 0, watch.state.begun if watch is not None else 0
+        """Generation and run whose hashes are numbered together."""
         if watch is not None:
             watch.attachment = self._hashes
             control.inspector.state_values = self._values
@@ -75,9 +75,9 @@ class ReplicaCheck:
         if Equal.NOTHING in scope or is_capturing:
             return
         generation = self._control.calls.state.generation if self._control.calls is not None else 0
-        if generation != self._generation:  # all ranks continue after the same step
-            self._generation, self._run = generation, 0
-            self._hasher.begin()
+        if generation != self._series[0]:  # all ranks continue after the same step
+            self._hasher.begin()  # first: nothing of another series is sent under the new name
+            self._series = generation, 0
         if scope != self._scope:
             self._scope = scope
             self._hasher.begin_cycle()
@@ -137,15 +137,18 @@ class ReplicaCheck:
     # ------------------------------------------------------------------ in the thread of the channel
 
     def _hashes(self) -> StateHashes | None:
+        series = self._series
         fresh = self._hasher.take_fresh()
-        return StateHashes(self._generation, self._run, fresh) if fresh else None
+        return StateHashes(*series, fresh) if fresh else None
 
     def _values(self, number: int) -> StateValues:
+        series = self._series
         found, before = self._hasher.find(number)
         if found is None:
-            return StateValues(number, 0, None, (), (), can_be_copied=False, notes=())
+            return StateValues(*series, number, 0, None, (), (), can_be_copied=False, notes=())
         notes = tuple(text for step, text in list(self._events) if before is None or step > before)
         return StateValues(
+            *series,
             number,
             found.step,
             before,

@@ -108,6 +108,8 @@ class Rank:
         found, before = self.hasher.find(request.number)
         assert found is not None
         return StateValues(
+            0,
+            1,
             request.number,
             found.step,
             before,
@@ -186,6 +188,49 @@ def test_equal_replicas_are_never_named() -> None:
                 assert compare(ranks, comparison) is None, (model, optimizer, step)
 
 
+class Wrapped(torch.Tensor):
+    """A tensor of somebody else's, whose bytes may be anywhere."""
+
+
+def test_a_default_device_and_tensors_of_other_classes_do_not_matter() -> None:
+    state = {
+        "weight": torch.ones(3),
+        "wrapped": torch.ones(3).as_subclass(Wrapped),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    hasher = StateHasher(lambda: (state, {"lr": 0.1}), 16, None)
+    with torch.device("meta"):
+        for step in range(4):
+            hasher.hash_next(step)
+    assert [part.names for part in hasher.cycle] == [("lr",), ("weight",)]
+    assert len(hasher.take_fresh()) == 4
+
+
+def test_state_that_was_replaced_is_hashed_from_the_next_cycle_on_and_data_at_once() -> None:
+    state = {"a": torch.ones(3), "b": nn.Parameter(torch.ones(3))}
+    hasher = StateHasher(lambda: (dict(state), {}), 2, None)
+
+    def values() -> list[tuple[int, ...]]:
+        for step in range(2):
+            hasher.hash_next(step)
+        found = [hasher.find(number)[0] for number in (hasher.num_hashed - 1, hasher.num_hashed)]
+        return [hashed.values for hashed in found if hashed is not None]
+
+    before = values()
+    assert values() == before
+    state["a"] = torch.full((3,), 2.0)
+    state["b"].data = torch.full((3,), 2.0)
+    after = values()
+    assert after[0] != before[0]
+    assert after[1] == after[0] != before[1]
+    hasher.hash_next(0)
+    state["b"].data = torch.ones(3)
+    hasher.hash_next(1)
+    found, _ = hasher.find(hasher.num_hashed)
+    assert found is not None
+    assert found.values == before[1]
+
+
 def test_all_of_the_state_is_in_one_cycle_and_no_slice_is_large() -> None:
     for model, optimizer in itertools.product(MODELS, OPTIMIZERS):
         rank = Rank(MODELS[model](), optimizer)
@@ -209,7 +254,7 @@ def test_a_state_of_more_than_half_is_the_majority(values: list[str]) -> None:
     assert sorted(rank for rank, _ in requests) == (list(range(len(values))) if len({*values}) > 1 else [])
     for rank, _ in requests:
         number = ord(values[rank])
-        answer = StateValues(1, 7, None, ("w",), (number,), can_be_copied=True, notes=())
+        answer = StateValues(0, 1, 1, 7, None, ("w",), (number,), can_be_copied=True, notes=())
         comparison.handle(rank, answer, 0.0)
     found = comparison.due(0.0)
     most = max({*values}, key=values.count)
@@ -227,7 +272,7 @@ def test_a_state_of_more_than_half_is_the_majority(values: list[str]) -> None:
 
 def answer_of(number: int, value: int, **more: Any) -> StateValues:
     given = {"step": 5, "before": 1, "names": ("w",), "values": (value,), "can_be_copied": True, "notes": ()}
-    return StateValues(number, **{**given, **more})
+    return StateValues(0, 1, number, **{**given, **more})
 
 
 def test_a_rank_that_has_parted_is_named_once_and_the_others_are_compared_on() -> None:

@@ -93,8 +93,8 @@ def _slices(tensors: Mapping[str, Tensor], *, num_slices: int, most_bytes: int |
     """Divide a state into slices, in the same way on all ranks if names and shapes are the same."""
     alike: dict[Any, list[tuple[str, Tensor, slice]]] = defaultdict(list)
     for name, tensor in tensors.items():
-        kind = tensor.device.type
-        if tensor.layout is torch.strided and kind in ("cpu", "cuda") and tensor.numel():
+        kind, is_plain = tensor.device.type, type(tensor) in (Tensor, torch.nn.Parameter)
+        if is_plain and tensor.layout is torch.strided and kind in ("cpu", "cuda") and tensor.numel():
             is_scalar = tensor.numel() == 1 and kind == "cpu" and not tensor.is_complex()
             limit = most_bytes or (1 if kind == "cpu" else 64) << 20
             alike[tensor.device, tensor.dtype if is_scalar else None, limit] += _cut(name, tensor, limit)
@@ -111,7 +111,9 @@ def _slices(tensors: Mapping[str, Tensor], *, num_slices: int, most_bytes: int |
 
 
 def _numbers_slice(numbers: Mapping[str, Any]) -> _Slice:
-    values = torch.tensor([*map(float, numbers.values())], dtype=torch.float64).view(torch.int64)
+    values = torch.tensor([*map(float, numbers.values())], dtype=torch.float64, device="cpu").view(
+        torch.int64
+    )
     return _Slice(tuple(numbers), lambda: values, is_state=False)
 
 
@@ -232,7 +234,7 @@ class StateHasher:
         values = part.compute()
         if values.device.type == "cuda":
             on_device, event = values, torch.cuda.Event()
-            values = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            values = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True)
             values.copy_(on_device, non_blocking=True)
             event.record(torch.cuda.current_stream(on_device.device))
         self._queued.append(
@@ -258,8 +260,9 @@ class StateHasher:
 
     def take_fresh(self) -> dict[int, int]:
         """Return the hashes since the last call: number -> value."""
-        fresh = [self._fresh.popleft() for _ in range(len(self._fresh))]
-        return {hashed.number: hashed.value for hashed in fresh}
+        fresh = self._fresh  # which `begin` replaces
+        taken = [fresh.popleft() for _ in range(len(fresh))]
+        return {hashed.number: hashed.value for hashed in taken}
 
     def find(self, number: int) -> tuple[Hashed | None, int | None]:
         """Return a hash, and the step after which the same was hashed before; None for what is forgotten."""

@@ -136,10 +136,7 @@ class JobControl:
                 ranks = [member.rank for member in self.job.roster.remaining if member.is_connected]
                 self._connections.send(peer, protocol.RankList(tuple(sorted(ranks))))
             case protocol.StateHashes() | protocol.StateValues() if process is not None:
-                is_old = (
-                    isinstance(message, protocol.StateHashes) and message.generation != self.job.generation
-                )
-                if process.is_member and not is_old:
+                if process.is_member and message.generation == self.job.generation:
                     self._deliver(self._replicas.handle(process.rank, message, now))
             case _ if process is not None and process.is_member:
                 self._deliver(self._inspection.handle(process.rank, message, now))

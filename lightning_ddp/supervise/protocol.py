@@ -218,6 +218,8 @@ class StateHashes(Message):
 class StateValues(Message):
     """Answer to `StateRequest`: what a rank hashed; no names if it has forgotten."""
 
+    generation: int
+    run: int
     number: int
     step: int
     before: int | None

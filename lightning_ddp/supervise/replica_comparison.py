@@ -60,8 +60,8 @@ class ReplicaComparison:
                     self._run, self._values, self._question = run, {}, None
                 if run == self._run and rank in self._ranks:
                     return self._add(hashes, now)
-            case protocol.StateValues(number=number):
-                if self._question is not None and self._question.number == number:
+            case protocol.StateValues(run=run, number=number):
+                if self._question is not None and (run, number) == (self._run, self._question.number):
                     self._question.answers[rank] = message
         return []
 
