@@ -70,9 +70,10 @@ class ReplicaCheck:
 
     def after_step(self, step: int) -> None:
         """Hash a slice of the state of all ranks after `step` optimizer steps, unless it may differ."""
-        scope = [each.communication.equal_after_step for each in self._replicas()]
-        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if Equal.NOTHING in scope or is_capturing:
+        replicas = self._replicas()
+        scope = [each.communication.equal_after_step for each in replicas]
+        is_on_device = any(each.wrapper.device.type == "cuda" for each in replicas)
+        if Equal.NOTHING in scope or (is_on_device and torch.cuda.is_current_stream_capturing()):
             return
         generation = self._control.calls.state.generation if self._control.calls is not None else 0
         if generation != self._series[0]:  # all ranks continue after the same step
