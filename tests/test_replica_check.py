@@ -410,13 +410,13 @@ def random_flips(draw: random.Random, number: int) -> Iterator[list[Any]]:
     sizes = {"backbone.0.weight": 128, "backbone.0.bias": 16, "head.weight": 48, "head.bias": 3}
     for turn in range(number):
         name = draw.choice([*sizes])
-        key = draw.choice(("", "exp_avg of ", "exp_avg_sq of "))
+        key, bits = draw.choice((("", (31, 26)), ("exp_avg of ", (31, 26)), ("exp_avg_sq of ", (26, 24))))
         yield [
             draw.randrange(4),
             10 + 250 * turn,
             key + name,
             draw.randrange(sizes[name]),
-            draw.choice((31, 26)),
+            draw.choice(bits),
         ]
 
 

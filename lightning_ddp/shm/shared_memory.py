@@ -147,7 +147,7 @@ class SharedMemory:
         control = OwnArena(_SEMAPHORES + len(self._ranks) * Semaphore.NBYTES)
         for index in range(len(self._ranks)):
             _semaphore(control, index).create()
-        weakref.finalize(self, _close, control.integers(_IS_CLOSED, 1), os.getpid())
+        self._finalizer = weakref.finalize(self, _close, control.integers(_IS_CLOSED, 1), os.getpid())
         return control
 
     def _open(self, tickets: Sequence[Sequence[_Ticket]]) -> None:
@@ -169,9 +169,9 @@ class SharedMemory:
     def close(self) -> None:
         """End the waits of this rank's threads, and those of other ranks for this one: they raise.
 
-        For use once connected. Thread-safe; does not communicate.
+        For use once connected. Thread-safe; does not communicate. In a fork it has no effect.
         """
-        self._are_closed[self._me][0] = 1
+        self._finalizer()
 
     # ------------------------------------------------------------------ all-reduce
 
