@@ -404,7 +404,7 @@ def scenarios(*, of_torch: bool = False) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(simulated_ranks):
+def found(simulated_ranks, nccl):
     """What the ranks of a scenario found, in rank order; each scenario is trained once."""
 
     @functools.cache
