@@ -223,11 +223,11 @@ def gloo_like(other: Any, store: Any, rank: int, size: int) -> Any:
     return new_gloo(store, rank, size, other.options._devices, other.options._timeout)
 
 
-def new_nccl(kind: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make an NCCL backend of class `kind` that is unknown to torch."""
+def new_nccl(kind: Any, store: Any, rank: int, size: int, timeout: timedelta, *device: Any) -> Any:
+    """Make an NCCL backend of class `kind` that is unknown to torch, on `device` if that class takes one."""
     options = kind.Options()
     options._timeout = timeout
-    return kind(store, rank, size, options)
+    return kind(store, rank, size, options, *device)
 
 
 def has_communicator(backend: Any) -> bool:

@@ -44,6 +44,7 @@ def both_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2.14.1", "1", "nccl2"),
         ("2.15.0+cu130", None, "nccl2"),
         ("2.15.0", "0", "nccl-legacy"),
+        ("2.15.0", "off", "nccl2"),  # only 0 is no
     ],
 )
 def test_the_version_and_a_variable_choose_the_implementation(monkeypatch, version, choice, expected):

@@ -47,6 +47,8 @@ class Implementation:
     """Name of the class in `torch.distributed`."""
     since: tuple[int, int]
     """First torch in which 'nccl' means this one, unless `CHOICE_VARIABLE` says otherwise."""
+    takes_device: bool = False
+    """True if its constructor takes the device, without which it takes that of LOCAL_RANK."""
     ends_process_in: tuple[tuple[int, int], ...] = ()
     """Versions of torch in which an abort ends the process."""
 
@@ -56,6 +58,7 @@ IMPLEMENTATIONS = (
         name="nccl2",
         class_name="ProcessGroupNCCL2",
         since=(2, 15),
+        takes_device=True,
         ends_process_in=((2, 14),),  # pytorch#192105
     ),
     Implementation(name="nccl-legacy", class_name="ProcessGroupNCCL", since=(0, 0)),
@@ -79,12 +82,12 @@ def implementation_of(backend: Any) -> Implementation | None:
 
 
 def default_implementation(name: str = "nccl") -> Implementation:
-    """Return what a name of a backend means in this torch, with the present value of `CHOICE_VARIABLE`."""
-    for each in IMPLEMENTATIONS:
-        chosen = os.environ.get(CHOICE_VARIABLE, "1" if _version() >= each.since else "0") == "1"
-        if hasattr(dist, each.class_name) and (chosen if name == "nccl" else name == each.name):
-            return each
-    return IMPLEMENTATIONS[-1]
+    """Return what a name of a backend means in this torch, which reads `CHOICE_VARIABLE` when imported."""
+    second, first = IMPLEMENTATIONS
+    value = os.environ.get(CHOICE_VARIABLE)
+    is_chosen = value != "0" if _version() >= second.since else value == "1"
+    is_second = is_chosen if name == "nccl" else name != first.name
+    return second if is_second and hasattr(dist, second.class_name) else first
 
 
 def _version() -> tuple[int, int]:
@@ -144,9 +147,11 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, device: torch.
 
     Collective: all ranks must call it.
     """
-    kind = getattr(dist, default_implementation().class_name)
-    made = new_nccl(kind, store, rank, size, timeout)
-    made.eager_connect_single_device(device)  # nccl2 takes the device of LOCAL_RANK otherwise
+    found = default_implementation()
+    made = new_nccl(
+        getattr(dist, found.class_name), store, rank, size, timeout, *([device] if found.takes_device else [])
+    )
+    made.eager_connect_single_device(device)
     return made
 
 

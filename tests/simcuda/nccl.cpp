@@ -1023,11 +1023,13 @@ PYBIND11_MODULE(simnccl, module) {
   second
       .def(
           py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                      const c10::intrusive_ptr<Options>& options) {
+                      const c10::intrusive_ptr<Options>& options, const std::optional<at::Device>& device_id) {
             py::gil_scoped_release release;
-            return c10::make_intrusive<Group2>(store, rank, size, options);
+            auto made = c10::make_intrusive<Group2>(store, rank, size, options);
+            made->setBoundDeviceId(device_id);
+            return made;
           }),
-          py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+          py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("device_id") = std::nullopt)
       .def("_set_default_timeout", &Group2::setTimeout)
       .def("get_error", &Group2::getError)
       .def("perform_nocolor_split", [](Group2&, const py::object&) {})
