@@ -73,8 +73,10 @@ _FIRST_TIER_WITH_NCCL2 = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what only `--slow` or `--exhaustive` run."""
     for item in items:
-        is_second = getattr(item, "callspec", None) and item.callspec.params.get("nccl") == "nccl2"
-        if is_second and not item.nodeid.partition("@")[0].endswith(_FIRST_TIER_WITH_NCCL2):
+        if getattr(item, "callspec", None) is None or item.callspec.params.get("nccl") != "nccl2":
+            continue
+        item.add_marker(pytest.mark.xdist_group("simulated nccl2"), append=False)  # on the other worker
+        if not item.nodeid.endswith(_FIRST_TIER_WITH_NCCL2):
             item.add_marker("slow")
     if config.getoption("--exhaustive"):
         return

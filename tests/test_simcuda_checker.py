@@ -20,9 +20,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.comm import Group, sub_group
+from lightning_ddp.comm import Group, part_group, sub_group
 from lightning_ddp.comm.abort import abort_groups, destroy_groups, wait_for_aborts
 from lightning_ddp.comm.nccl import allocate
+from lightning_ddp.launch.rendezvous import join_default_group
 
 pytestmark = pytest.mark.xdist_group("simulated ranks")
 
@@ -704,6 +705,23 @@ def test_the_second_implementation_takes_the_device_of_local_rank(simulated_rank
         assert (first.status, second.status) == ("returned", "returned")
     else:
         assert "is bound to device cuda:1 but an operation was issued on cuda:0" in first.message
+
+
+def _nest_groups(rank, world_size):
+    device = torch.device("cuda", 1 - rank % 2)  # and not that of LOCAL_RANK
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    where = {"rank": rank, "world_size": world_size, "timeout": None, "device": device}
+    pair = part_group(Group(join_default_group("nccl", store, **where)), 2, device)
+    nested = sub_group(pair, [0, 1], device)
+    total = torch.full((3,), float(rank), device=device)
+    nested.wait(nested.all_reduce(total), device)
+    return total
+
+
+def test_groups_of_some_ranks_have_the_device_of_their_rank(simulated_ranks):
+    ranks = simulated_ranks.run(_nest_groups, 4, process_group=False)
+    assert [rank.value.tolist() for rank in ranks] == [[1.0] * 3] * 2 + [[5.0] * 3] * 2
 
 
 def _leave_after_abort(rank, world_size):

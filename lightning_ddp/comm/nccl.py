@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -79,6 +80,14 @@ def implementation_of(backend: Any) -> Implementation | None:
     """Return the row of a backend, also of one that TORCH_DISTRIBUTED_DEBUG wraps; None for no NCCL."""
     name = type(getattr(backend, "wrapped_pg", backend)).__name__
     return next((each for each in IMPLEMENTATIONS if each.class_name == name), None)
+
+
+def needs_device(process_group: Any, device: torch.device) -> bool:
+    """Return True if a group beside this one has to be told its device, as it would take another one."""
+    with suppress(RuntimeError):  # no backend for the device
+        found = implementation_of(backend_of(process_group, device))
+        return found is not None and found.takes_device
+    return False
 
 
 def default_implementation(name: str = "nccl") -> Implementation:
