@@ -461,6 +461,7 @@ class FailureHandler:
             why = f"rank {self.watch.identity.rank} cannot continue: {error}"[:200]
             self.watch.update(lambda state: state.fail(None if is_left_behind else why))
             self._state = _State.OVER
+            self.forget_device()  # after an abort nccl2 reports an error, which is none
             abort_groups()
             self._wake_parent()  # if it is stopped, it would never hear of this failure
             if not self.end_limit.is_set:
