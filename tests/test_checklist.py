@@ -6,11 +6,14 @@ A defect is a file that each rank runs first (`--preload`), or a variable of the
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import run_script
 from test_verify import RESIDUAL_AFTER_OVERFLOW, WRONG_DIVISOR
 
 from lightning_ddp.cli import main
@@ -63,6 +66,18 @@ def test_every_item_answers_on_a_cpu(tmp_path):
     assert {name: found[name]["message"] for name in levels(found, "FAIL")} == {}
     assert status == 0
     assert all(item["message"] for item in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("simcuda") is None, reason="needs the simulated CUDA device")
+def test_both_implementations_pass_on_simulated_devices(simulated_cuda, tmp_path):
+    arguments = ["--device", "cuda", "--processes", "2", "--full", str(tmp_path / "found")]
+    arguments += ["--only", *DRILL, "device", "host", "exception"]
+    env = {"SIMULATED_CUDA": str(simulated_cuda)}
+    run_script(Path(__file__), ["doctor", "--verify", *arguments], env, timeout_s=300.0).check()
+    items = json.loads((tmp_path / "found.json").read_text())["items"]
+    assert {item["level"] for item in items} == {"PASS"}
+    assert {item["check"].partition(", ")[2] for item in items} == {"nccl2", "nccl-legacy"}
 
 
 def test_a_name_that_no_item_has_is_an_error(tmp_path, capsys):
@@ -181,3 +196,7 @@ def test_a_planted_defect_is_shown_by_the_item_that_is_for_it(
     assert status == 1
     assert levels(found, "FAIL") == set(items), found
     assert says in found[items[0]]["message"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -79,6 +79,8 @@ class _Site:
         device = self.settings.device
         if self.size < 2:
             raise _NotHere("one rank has no peers")
+        if device == "cuda:0" and more.get("on_failure") == "replace":
+            raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
         if device == "cuda:0":  # each rank is a node of its own, so that all may have that GPU
             more |= {"function": "train_on_nodes", "num_nodes": self.size, "devices": 1, "backend": "gloo"}
         arguments = {"victim": self.size - 1, "preload": self.settings.preload, **more}
@@ -192,15 +194,13 @@ def _stops(site: _Site, fault: str = "kill", *, needs_device: bool = False, **mo
     return f"named after {max(found.learned_s):.2f} s, all gone after {found.gone_s:.2f} s"
 
 
-def _continues(
-    site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1, on_failure: str = "shrink"
-) -> str:
+def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1) -> str:
     """Check that the other ranks train on, in a script for each fault."""
     if site.size < least:
         raise _NotHere(f"needs {least} ranks")
     figures = []
     for given in faults:
-        found = site.fail(**{"fault": "kill", "on_failure": on_failure, **given})
+        found = site.fail(**{"fault": "kill", "on_failure": "shrink", **given})
         if found.exit_code or found.num_left or not found.resumed_s or len(found.regroups_s) < num_regroups:
             raise ToolError(
                 f"{given}: exit code {found.exit_code}, {len(found.regroups_s)} of {num_regroups} recoveries,"
