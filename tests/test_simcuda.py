@@ -409,6 +409,8 @@ def found(simulated_ranks, nccl):
 
     @functools.cache
     def trained(name: str) -> list[Comparison]:
+        if nccl == "nccl2" and "quantization" in name:
+            pytest.skip("torch's hook takes one tensor of all ranks from the future; nccl2 has one of each")
         ranks = simulated_ranks.run(compare, SCENARIOS[name].world_size, name, timeout_s=120)
         for rank, comparison in enumerate(found := [rank.value for rank in ranks]):
             print(

@@ -752,7 +752,9 @@ class ProcessGroupNCCL : public c10d::Backend {
   // NCCL2 has one device, from the start: if it is not told which, that of LOCAL_RANK.
   void check_device(c10::Device device) const {
     if (!is_second_) return;
-    const int number = number_in_environment("LOCAL_RANK", rank_) % c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
+    const auto& ranks = options_->global_ranks_in_group;
+    const int global_rank = rank_ < int(ranks.size()) ? int(ranks[rank_]) : rank_;
+    const int number = number_in_environment("LOCAL_RANK", global_rank) % c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
     const auto own = bound_device_id_.value_or(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(number)));
     TORCH_CHECK(
         device.index() == own.index(), "ProcessGroupNCCL is bound to device ", own,
