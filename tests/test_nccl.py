@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.comm import Interrupt
+from lightning_ddp.comm import Interrupt, nccl
 from lightning_ddp.comm.nccl import (
     default_implementation,
     implementation_of,
@@ -73,7 +74,9 @@ def test_a_backend_is_known_by_its_class_also_inside_the_wrapper_of_the_debug_le
 def test_what_ends_the_process_at_an_abort_is_refused_with_the_variable_to_set(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.14.0")
     check_backend("cpu:gloo,cuda:nccl")
-    with pytest.raises(ConfigurationError, match=r"nccl2 ends the process\. Set TORCH_DIST_USE_NCCL2=0, or"):
+    with pytest.raises(
+        ConfigurationError, match=r"nccl2 ends the process\. Set TORCH_DIST_USE_NCCL2=0 and use 'nccl', or"
+    ):
         check_backend("nccl2")
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
     with pytest.raises(ConfigurationError, match=r"in torch 2\.14\.0 an abort of nccl2 ends the process"):
@@ -81,6 +84,10 @@ def test_what_ends_the_process_at_an_abort_is_refused_with_the_variable_to_set(m
     check_backend("gloo")
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     assert recovery_problem("nccl") is None
+
+
+def test_the_examples_of_the_file_hold():
+    assert doctest.testmod(nccl) == (0, 2)
 
 
 # ---------------------------------------------------------------------- errors

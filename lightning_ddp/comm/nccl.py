@@ -110,8 +110,8 @@ def recovery_problem(name: str) -> str | None:
     if _version() not in found.ends_process_in:
         return None
     return (
-        f"in torch {torch.__version__} an abort of {found.name} ends the process. Set {CHOICE_VARIABLE}=0, or"
-        " install torch 2.15"
+        f"in torch {torch.__version__} an abort of {found.name} ends the process. Set {CHOICE_VARIABLE}=0 and"
+        " use 'nccl', or install torch 2.15"
     )
 
 
