@@ -144,6 +144,12 @@ def count_groups_anew() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
+def forget_groups() -> None:
+    """Make torch forget all process groups without their shutdown."""
+    dist.distributed_c10d._world.pg_names.clear()  # destroy_process_group shuts down those that are in it
+    dist.destroy_process_group()
+
+
 REFUSAL = "collective operation error"
 """Text in the errors of a group whose collectives are refused."""
 
@@ -163,17 +169,6 @@ def backend_of(process_group: Any, device: torch.device) -> Any:
     """Return the backend for `device` in a process group; a single backend is returned as it is."""
     get_backend = getattr(process_group, "_get_backend", None)
     return process_group if get_backend is None else get_backend(device)
-
-
-def error_of(process_group: Any, device: torch.device) -> str | None:
-    """Return the error that the backend's watchdog has found, such as 'COMM_ERROR', or None."""
-    try:
-        get_error = getattr(backend_of(process_group, device), "get_error", None)  # new in torch 2.7
-        found = get_error() if get_error is not None else None
-    except RuntimeError:  # not supported by the backend, or no backend for the device
-        return None
-    name = str(getattr(found, "name", "SUCCESS"))
-    return None if name == "SUCCESS" else name
 
 
 def timeout_of(backend: Any) -> timedelta | None:
@@ -228,11 +223,17 @@ def gloo_like(other: Any, store: Any, rank: int, size: int) -> Any:
     return new_gloo(store, rank, size, other.options._devices, other.options._timeout)
 
 
-def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make an NCCL backend unknown to torch."""
-    options = dist.ProcessGroupNCCL.Options()
+def new_nccl(kind: Any, store: Any, rank: int, size: int, timeout: timedelta, *device: Any) -> Any:
+    """Make an NCCL backend of class `kind` that is unknown to torch, on `device` if that class takes one."""
+    options = kind.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return kind(store, rank, size, options, *device)
+
+
+def has_communicator(backend: Any) -> bool:
+    """Return False if an NCCL backend has yet to make its communicator; True if unknown."""
+    is_initialized: Callable[[], bool] = getattr(backend, "_is_initialized", lambda: True)
+    return is_initialized()
 
 
 def all_gather_flat(process_group: Any, gathered: torch.Tensor, flat: torch.Tensor) -> Any:

@@ -247,6 +247,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
             check_next_run(self.lightning_module.trainer, is_same=self._world is not None)
         if settings is not None and self.root_device.type == "cuda":
+            from lightning_ddp.elastic.refusals import check_backend
+
+            check_backend(choose_backend(self))
             context.control.outlive_watchdog()
         self._join(context)
         if self._journal is None and isinstance(settings, ReplaceSettings):

@@ -54,8 +54,30 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+_FIRST_TIER_WITH_NCCL2 = (
+    "test_simcuda.py::test_no_two_streams_conflict[nccl2-defaults]",
+    "test_simcuda.py::test_no_memory_is_freed_that_a_stream_may_still_use[nccl2-defaults]",
+    "test_simcuda.py::test_no_steady_step_makes_the_host_wait[nccl2-defaults]",
+    "test_simcuda.py::test_gradients_and_parameters_equal_those_of_the_reference[nccl2-defaults]",
+    "test_simcuda_checker.py::test_groups_are_left_after_an_abort_without_being_destroyed[nccl2]",
+    "test_simcuda_failures.py::test_groups_that_are_made_of_another_one_have_its_timeout[nccl2]",
+    "test_simcuda_shrink.py::test_an_update_waits_for_gradients_that_a_lost_rank_has_a_part_in[nccl2]",
+    "test_simcuda_trainer.py::test_a_rank_that_dies_is_named_and_nothing_hangs[nccl2-kill-1-backward]",
+    "test_simcuda_trainer.py::test_a_rank_that_is_late_is_named_when_the_deadline_passes[nccl2-late]",
+    "test_simcuda_trainer.py::test_what_is_trained_and_validated_equals_lightnings_ddp[nccl2-16-mixed]",
+)
+"""Of the tests on simulated devices with the second implementation; the second tier has all."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what only `--slow` or `--exhaustive` run."""
+    for item in items:
+        if getattr(item, "callspec", None) is None or item.callspec.params.get("nccl") != "nccl2":
+            continue
+        item.add_marker(pytest.mark.xdist_group("simulated nccl2"), append=False)  # on the other worker
+        if not item.nodeid.endswith(_FIRST_TIER_WITH_NCCL2):
+            item.add_marker("slow")
     if config.getoption("--exhaustive"):
         return
     kinds = ("exhaustive",) if config.getoption("--slow") else ("exhaustive", "slow")
@@ -70,8 +92,31 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs tests on simulated devices with both implementations of NCCL: in the first tier a few of them."""
+    if "nccl" in metafunc.fixturenames:
+        metafunc.parametrize("nccl", ["nccl", "nccl2"], indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def simulated_cuda(pytestconfig: pytest.Config) -> Path:
+def nccl(request: pytest.FixtureRequest) -> str:
+    """What the backend `nccl` means on simulated devices: `nccl`, the first implementation, or `nccl2`."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def chosen_nccl(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Chooses the implementation in the processes that a test starts; around `no_leaked_environment`."""
+    if "nccl" not in request.fixturenames:
+        yield
+        return
+    os.environ["TORCH_DIST_USE_NCCL2"] = str(int(request.getfixturevalue("nccl") == "nccl2"))
+    yield
+    os.environ.pop("TORCH_DIST_USE_NCCL2", None)
+
+
+@pytest.fixture(scope="session")
+def simulated_cuda(pytestconfig: pytest.Config, nccl: str) -> Path:
     """The folder with the compiled simulated CUDA device; where it cannot be compiled tests are skipped."""
     try:
         return build(pytestconfig.cache.mkdir("simcuda"))
@@ -82,9 +127,10 @@ def simulated_cuda(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def simulated_ranks(simulated_cuda: Path) -> Iterator[SimulatedRanks]:
+def simulated_ranks(simulated_cuda: Path, nccl: str) -> Iterator[SimulatedRanks]:
     """Runs functions on ranks with simulated CUDA devices."""
-    with serve_simulated_ranks(simulated_cuda) as server:
+    variables = {"TORCH_DIST_USE_NCCL2": str(int(nccl == "nccl2"))}
+    with serve_simulated_ranks(simulated_cuda, variables) as server:
         yield server
 
 

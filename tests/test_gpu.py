@@ -6,6 +6,7 @@ One device is enough: one rank with nccl, and two ranks that share it over gloo.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.cli import main
 from lightning_ddp.ddp.replica_hash import StateHasher, state_of_optimizers
 from lightning_ddp.telemetry.step_record import StepRecord
 
@@ -171,6 +173,21 @@ def mode_that_is_to_notice(rank: int, world_size: int) -> None:
     torch.cuda.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="synchroniz"):
         tensor.item()
+
+
+def test_groups_are_aborted_and_ranks_killed_on_one_gpu(tmp_path):
+    """Of one rank with each implementation of NCCL, and of two ranks that share the device over gloo."""
+    arguments = ["--device", "cuda", "--processes", "1", "--full", str(tmp_path / "found")]
+    assert (
+        main(
+            ["doctor", "--verify", *arguments, "--only", "abort", "nothing", "memory", "exception", "SIGKILL"]
+        )
+        == 0
+    )
+    items = json.loads((tmp_path / "found.json").read_text())["items"]
+    passed = {item["check"] for item in items if item["level"] == "PASS"}
+    assert {f"{name}, gloo" for name in ("6 abort of all groups", "22 exception", "23 SIGKILL")} <= passed
+    assert "7 nothing destroyed after it, nccl-legacy" in passed
 
 
 def test_the_check_for_waiting_notices_it():

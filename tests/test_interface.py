@@ -57,4 +57,4 @@ def test_what_the_user_has_named_stays(monkeypatch):
 
 
 def test_the_examples_of_the_file_hold():
-    assert doctest.testmod(interface) == (0, 3)
+    assert doctest.testmod(interface) == (0, 4)

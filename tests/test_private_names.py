@@ -49,7 +49,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_ddp
 from lightning_ddp import _lightning
-from lightning_ddp._torch import refuse_collectives, run_eagerly, without_engine_context
+from lightning_ddp._torch import (
+    forget_groups,
+    has_communicator,
+    refuse_collectives,
+    run_eagerly,
+    without_engine_context,
+)
 from lightning_ddp.ddp.buffers import unseen_by_autograd
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.errors import UnsupportedVersionError
@@ -385,6 +391,24 @@ def test_nccl_takes_its_time_limit_from_its_options() -> None:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=7)
     assert options._timeout == timedelta(seconds=7)
+
+
+@canary("?torch.distributed.ProcessGroupNCCL._is_initialized")
+def test_nccl_says_whether_it_has_a_communicator() -> None:
+    """Without one it allocates no memory. `nccl2` always has one, and no such method."""
+    assert has_communicator(object())
+
+
+@canary("torch.distributed.distributed_c10d._world.pg_names")
+def test_a_group_that_is_forgotten_is_not_shut_down() -> None:
+    """`destroy_process_group` shuts down the groups that have a name."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    forget_groups()
+    assert not dist.is_initialized()
+    source = inspect.getsource(dist.destroy_process_group)
+    assert re.search(
+        r"in sorted\(\s*_world\.pg_names.*?\):\s+pg_to_shutdown\.shutdown\(\)", source, re.DOTALL
+    )
 
 
 @canary("torch.distributed.ProcessGroup._allgather_base")

@@ -404,11 +404,13 @@ def scenarios(*, of_torch: bool = False) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(simulated_ranks):
+def found(simulated_ranks, nccl):
     """What the ranks of a scenario found, in rank order; each scenario is trained once."""
 
     @functools.cache
     def trained(name: str) -> list[Comparison]:
+        if nccl == "nccl2" and "quantization" in name:
+            pytest.skip("torch's hook takes one tensor of all ranks from the future; nccl2 has one of each")
         ranks = simulated_ranks.run(compare, SCENARIOS[name].world_size, name, timeout_s=120)
         for rank, comparison in enumerate(found := [rank.value for rank in ranks]):
             print(

@@ -20,6 +20,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.comm import Group, part_group, sub_group
+from lightning_ddp.comm.abort import abort_groups, destroy_groups, wait_for_aborts
+from lightning_ddp.comm.nccl import allocate
+from lightning_ddp.launch.rendezvous import join_default_group
 
 pytestmark = pytest.mark.xdist_group("simulated ranks")
 
@@ -259,6 +263,51 @@ def drop_a_work_that_nobody_waited_for():
     _all_reduce(_ones())
 
 
+# ---- NCCL: what is wrong after an abort, and memory that it has registered
+
+
+def _registered(group):
+    device = torch.device("cuda", 0)
+    return group._get_backend(device).allocate_tensor(64, dtype=torch.float32, device=device).fill_(1.0)
+
+
+@_case("nccl", "nccl2?: a communicator is destroyed after its abort")
+def destroy_after_an_abort():
+    group = dist.new_group([0])
+    group.abort()
+    dist.destroy_process_group(group)  # here
+
+
+@_case()
+def drop_after_an_abort():
+    dist.new_group([0]).abort()
+
+
+@_case("nccl", r"memory that NCCL has registered is written by aten::fill_\S* after the abort")
+def use_registered_memory_after_an_abort():
+    group = dist.new_group([0])
+    x = _registered(group)
+    group.abort()
+    x.fill_(2.0)  # here
+
+
+@_case("free", r"512 bytes of cuda:0/s0 are freed while sN may still (read|write) them \(nccl:all_reduce")
+def free_registered_memory_while_it_is_reduced():
+    x = _registered(dist.group.WORLD)
+    work = _all_reduce(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
+    del work
+    del x  # here
+
+
+@_case()
+def free_registered_memory_after_the_wait():
+    x = _registered(dist.group.WORLD)
+    _all_reduce(x).wait()
+    del x
+
+
 # ---- waits of the host
 
 _SYNCS = {
@@ -357,7 +406,7 @@ def _observe(rank, world_size):
 
 
 @pytest.fixture(scope="module")
-def observed(simulated_ranks):
+def observed(simulated_ranks, nccl):
     (only,) = simulated_ranks.run(_observe, 1)
     return only.value
 
@@ -599,7 +648,7 @@ def _lose_a_rank(rank, world_size, how):
         threading.Timer(0.3, dist.group.WORLD.abort).start()
         x.sum().item()  # blocks until then, and has no result
         assert work.is_completed()
-        with pytest.raises(dist.DistBackendError, match="was aborted on rank 0"):
+        with pytest.raises(dist.DistBackendError, match=r"was aborted on rank 0|NCCL operation failed"):
             work.wait()
         dist.all_reduce(x)
     elif how == "watchdog":
@@ -612,16 +661,81 @@ def _lose_a_rank(rank, world_size, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("timeout", "OpType=ALLREDUCE.* timed out in blocking wait"),
-        ("error", "NCCL error: remote process exited"),
-        ("abort", "NCCL communicator was aborted on rank 0"),
+        (
+            "timeout",
+            {"nccl": "OpType=ALLREDUCE.* timed out in blocking wait", "nccl2": "NCCL operation timed out"},
+        ),
+        ("error", dict.fromkeys(["nccl", "nccl2"], "NCCL error: remote process exited")),
+        ("abort", {"nccl": "was aborted on rank 0", "nccl2": "was aborted after a previous error"}),
     ],
 )
-def test_collective_that_cannot_end_raises(simulated_ranks, how, message):
+def test_collective_that_cannot_end_raises(simulated_ranks, nccl, how, message):
     left, dead = simulated_ranks.run_outcomes(_lose_a_rank, 2, how)
-    assert (left.status, left.exception_type) == ("raised", "DistBackendError")
-    assert re.search(message, left.message)
+    kind = "RuntimeError" if (nccl, how) == ("nccl2", "abort") else "DistBackendError"
+    assert (left.status, left.exception_type) == ("raised", kind)
+    assert re.search(message[nccl], left.message)
     assert dead.exit_code == 3
+
+
+def _error_after_abort(rank, world_size):
+    backend = dist.group.WORLD._get_backend(torch.device("cuda", rank))
+    before = backend.name(), backend.get_error().name
+    dist.group.WORLD.abort()
+    return *before, backend.get_error().name
+
+
+def test_the_implementations_differ_in_name_and_in_the_error_after_an_abort(simulated_ranks, nccl):
+    after = "COMM_ERROR" if nccl == "nccl2" else "SUCCESS"
+    assert [rank.value for rank in simulated_ranks.run(_error_after_abort, 2)] == [
+        (nccl, "SUCCESS", after)
+    ] * 2
+
+
+def _use_device_of_another_rank(rank, world_size):
+    if rank == 0:
+        os.environ["LOCAL_RANK"] = "1"  # which nobody else has
+    dist.all_reduce(torch.ones(3, device="cuda"))
+
+
+def test_the_second_implementation_takes_the_device_of_local_rank(simulated_ranks, nccl):
+    first, second = simulated_ranks.run_outcomes(
+        _use_device_of_another_rank, 2, timeout_s=10.0, stop_on_failure=True
+    )
+    if nccl == "nccl":
+        assert (first.status, second.status) == ("returned", "returned")
+    else:
+        assert "is bound to device cuda:1 but an operation was issued on cuda:0" in first.message
+
+
+def _nest_groups(rank, world_size):
+    device = torch.device("cuda", 1 - rank % 2)  # and not that of LOCAL_RANK
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    where = {"rank": rank, "world_size": world_size, "timeout": None, "device": device}
+    pair = part_group(Group(join_default_group("nccl", store, **where)), 2, device)
+    nested = sub_group(pair, [0, 1], device)
+    total = torch.full((3,), float(rank), device=device)
+    nested.wait(nested.all_reduce(total), device)
+    return total
+
+
+def test_groups_of_some_ranks_have_the_device_of_their_rank(simulated_ranks):
+    ranks = simulated_ranks.run(_nest_groups, 4, process_group=False)
+    assert [rank.value.tolist() for rank in ranks] == [[1.0] * 3] * 2 + [[5.0] * 3] * 2
+
+
+def _leave_after_abort(rank, world_size):
+    group = Group(dist.group.WORLD)
+    part = sub_group(group, [0, 1], torch.device("cuda", rank))
+    memory = allocate(part.process_group, 64, torch.float32, torch.device("cuda", rank))
+    abort_groups()
+    wait_for_aborts()
+    destroy_groups()
+    return dist.is_initialized(), float(memory.numel()), [str(report) for report in simcuda.report]
+
+
+def test_groups_are_left_after_an_abort_without_being_destroyed(simulated_ranks):
+    assert [rank.value for rank in simulated_ranks.run(_leave_after_abort, 2)] == [(False, 64.0, [])] * 2
 
 
 def test_watchdog_ends_the_process(simulated_ranks):
@@ -672,7 +786,7 @@ def _compute(rank, world_size):
 
 
 @pytest.fixture(scope="module")
-def computed(simulated_ranks):
+def computed(simulated_ranks, nccl):
     (only,) = simulated_ranks.run(_compute, 1)
     return only.value
 

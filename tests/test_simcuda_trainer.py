@@ -220,7 +220,7 @@ def main(name: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(simulated_cuda, tmp_path_factory):
+def answers(simulated_cuda, nccl, tmp_path_factory):
     """What the ranks answered to a name of `FITS`, or to "resumed NAME"; each is run once."""
 
     @functools.cache

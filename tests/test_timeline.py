@@ -19,7 +19,7 @@ from lightning_ddp.cli import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import Change, Recording, chrome_trace, lanes_of, load_folder, save
-from lightning_ddp.tools.recorded_run import KINDS
+from lightning_ddp.tools.recorded_run import KINDS, host_advice
 
 MS = 1_000_000
 
@@ -170,6 +170,52 @@ def test_the_report_of_a_run_is_one_page_with_all_that_it_needs(tmp_path: Path, 
     assert [kind for kind, (color, _) in KINDS.items() if color not in text] == []
     assert main(["report", str(tmp_path)]) == 1
     assert "has no recording" in capsys.readouterr().err
+
+
+def step_on_gpu(*, host_share: float, num_buckets: int, num_broadcasts: int) -> StepRecord:
+    """A step of 10 ms of the device."""
+    buckets = [BucketRecord(index, 10**6, ready=0, launched=0, done=1) for index in range(num_buckets)]
+    return StepRecord(
+        0,
+        forward_start=0,
+        comm_end=10**7,
+        host_ns=int(host_share * 10**7),
+        buckets=buckets,
+        num_broadcasts=num_broadcasts,
+    )
+
+
+def test_what_makes_a_gpu_wait_for_the_host_is_said_with_what_to_set(tmp_path: Path) -> None:
+    assert host_advice([step_on_gpu(host_share=0.3, num_buckets=9, num_broadcasts=1)]) is None
+    assert host_advice([step_of(0, (0, 1, 2), start=0)]) is None, "of a CPU"
+    text = host_advice([step_on_gpu(host_share=0.99, num_buckets=9, num_broadcasts=1)])
+    assert text.startswith("the host needs 99% of the time of a step")
+    assert "broadcast_buffers=False" in text
+    assert "9 buckets for 9.0 MB: bucket_cap_mb=9" in text
+    text = host_advice([step_on_gpu(host_share=0.99, num_buckets=2, num_broadcasts=0)])
+    assert "broadcast" not in text
+    assert "bucket_cap_mb" not in text
+    assert "torch.cuda.set_sync_debug_mode('warn')" in text
+    steps = [step_on_gpu(host_share=1.0, num_buckets=9, num_broadcasts=1)]
+    save(tmp_path, Recording(rank=0, world_size=1, host="gpu-01", steps=steps))
+    assert main(["report", str(tmp_path), "--page", str(tmp_path / "page.html")]) == 0
+    assert (
+        "<h2>GPUs that wait for the host</h2><ul><li>rank 0: the host needs 100%"
+        in (tmp_path / "page.html").read_text()
+    )
+
+
+def broadcasts_of_steps(rank: int, world_size: int, group: Any) -> list[int]:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    wrapped = BucketedDDP(module, broadcast_buffers=True, process_group=group)
+    recorder = wrapped.record_steps()
+    for _ in range(3):
+        wrapped(torch.randn(8, 4)).sum().backward()
+    return [record.num_broadcasts for record in recorder.records]
+
+
+def test_a_record_counts_the_broadcasts_of_buffers() -> None:
+    assert run_threads(broadcasts_of_steps, 2) == [[1, 1, 1]] * 2
 
 
 def test_the_command_writes_trace_and_picture_of_a_folder(tmp_path: Path, capsys) -> None:

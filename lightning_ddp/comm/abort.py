@@ -19,7 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp._torch import REFUSAL, known_groups, refuse_collectives
+import torch.distributed as dist
+
+from lightning_ddp._torch import REFUSAL, forget_groups, known_groups, refuse_collectives
 from lightning_ddp.errors import ProcessGroupError
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -75,6 +77,17 @@ def abort_groups() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
             elif number:
                 _start("knock", _knock, connection.getsockname(), number)
+
+
+def destroy_groups() -> None:
+    """Destroy all groups that torch knows; forget them if one is aborted, as none may be destroyed then."""
+    if not dist.is_initialized():
+        return
+    if any(group in _aborts for group in known_groups()):
+        forget_groups()
+        return
+    with suppress(RuntimeError):  # a peer may be gone already, and this process is about to be
+        dist.destroy_process_group()
 
 
 def wait_for_aborts() -> None:

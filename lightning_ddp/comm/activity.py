@@ -263,6 +263,8 @@ class Interrupt:
         """Explains waits that take too long; None if waits have no deadline."""
         self.device_watch: Any = None
         """`DeviceWatch` of queued device work, for which no host thread waits; None if there is none."""
+        self.may_abort = False
+        """True if this process continues after an abort of its groups."""
         self.error: BaseException | None = None
         """The failure, or None."""
         self._looked_at: Entry | None = None

@@ -20,6 +20,7 @@ import torch
 
 from lightning_ddp._torch import with_timeout
 from lightning_ddp.comm.group import Group, InThread, span
+from lightning_ddp.comm.nccl import is_timeout
 from lightning_ddp.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -33,7 +34,6 @@ T = TypeVar("T")
 
 _MARGIN = timedelta(seconds=2)
 _NO_TIMEOUT = timedelta(0)
-_WORDS_OF_A_TIMEOUT = ("timed out", "timeout")
 
 
 def check_rank(group: Group, rank: int, what: str) -> None:
@@ -143,8 +143,7 @@ class Call:
 
     def explain(self, error: Exception) -> CollectiveError:
         """Convert an error of the backend to one that names the collective."""
-        is_timeout = any(words in str(error).lower() for words in _WORDS_OF_A_TIMEOUT)
-        kind = CollectiveTimeoutError if is_timeout else CollectiveError
+        kind = CollectiveTimeoutError if is_timeout(str(error)) else CollectiveError
         waited_s = self.waited_s
         return kind(
             f"{self._name} failed after {waited_s:.1f} s: {error}",

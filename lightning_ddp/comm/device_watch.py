@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from lightning_ddp._torch import error_of
 from lightning_ddp.comm.activity import Interrupt, Waiting
+from lightning_ddp.comm.nccl import error_of
 from lightning_ddp.errors import CollectiveError
 
 _LOOK_S = 0.2

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from lightning_ddp._torch import (
     backend_of,
-    error_of,
     is_profiling,
     known_groups,
     timeout_of,
@@ -29,6 +28,7 @@ from lightning_ddp._torch import (
 )
 from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
 from lightning_ddp.comm.exit import note_sent
+from lightning_ddp.comm.nccl import error_of, is_nccl, memory_problem
 from lightning_ddp.errors import CollectiveError
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ class Group:
         return counts[of] - 1
 
     def backend(self, device: torch.device) -> str:
-        """Return the backend for `device`: 'gloo', 'nccl' and so on; 'python' for one in Python."""
+        """Return the backend for `device`: 'gloo', 'nccl' for all of NCCL's, 'python' for one in Python."""
         name = self._names.get(device.type)
         if name is None:
             pg = self.process_group
@@ -212,8 +212,13 @@ class Group:
                 name = str(backend_of(pg, device).name()).lower()
             else:
                 name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
-            self._names[device.type] = name
+            self._names[device.type] = name = "nccl" if is_nccl(name) else name
         return name
+
+    def memory_problem(self, device: torch.device) -> str | None:
+        """Return why buckets on `device` are in plain memory; None if the backend allocates them."""
+        may_abort = self.interrupt is not None and self.interrupt.may_abort
+        return memory_problem(self.process_group, device, may_abort=may_abort)
 
     def timeout_s(self, device: torch.device) -> float:
         """Return the timeout in seconds of the backend that serves `device`; infinity if unknown."""

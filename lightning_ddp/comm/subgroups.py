@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_ddp._torch import backend_of, gloo_like, known_groups, set_timeout, timeout_of
 from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.nccl import needs_device
 from lightning_ddp.errors import ConfigurationError
 
 
@@ -112,8 +113,9 @@ def _make_with_torch(group: Group, ranks: Sequence[int]) -> Any | None:
     chosen = [of_run[rank] for rank in ranks]
     # All ranks of the job make the group. If `group` has only some ranks, only these make it.
     is_local = len(of_run) < dist.get_world_size()
-    with _without_splits() if is_local else nullcontext():
-        return dist.new_group(chosen, use_local_synchronization=is_local, **_order(chosen))
+    with _without_splits() if is_local else nullcontext() as device:
+        options = _order(chosen) if device is None else {**_order(chosen), "device_id": device}
+        return dist.new_group(chosen, use_local_synchronization=is_local, **options)
 
 
 def _order(ranks: Sequence[int]) -> dict[str, Any]:
@@ -129,8 +131,8 @@ def _order(ranks: Sequence[int]) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_splits() -> Generator[None, None, None]:
-    """Let some ranks of the job make a group in this context without the others.
+def _without_splits() -> Generator[torch.device | None, None, None]:
+    """Let some ranks of the job make a group in this context without the others; yield its device, if due.
 
     If the default group is bound to a device, a new NCCL group is split from it, and a split waits for all
     ranks of the default group. Without a device, the new group is set up separately at its first collective.
@@ -138,6 +140,6 @@ def _without_splits() -> Generator[None, None, None]:
     default: Any = dist.group.WORLD
     device, default.bound_device_id = default.bound_device_id, None
     try:
-        yield
+        yield device if device is not None and needs_device(default, device) else None
     finally:
         default.bound_device_id = device

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.nccl import allocate
 from lightning_ddp.ddp.bucket import Bucket, BucketSpec, SparseBucket, ViewBucket
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.shm.shared_memory import SharedMemory
@@ -168,7 +170,8 @@ def plan_buckets(
 class BucketLayout:
     """The buckets of a reducer, for parameters in the same order on all ranks.
 
-    Those at the positions `sparse` have sparse gradients. Buckets on the CPU are in `memory`, if it is given.
+    Those at the positions `sparse` have sparse gradients. Buckets on the CPU are in `memory`, if it is given;
+    others in memory of the backend of `group`, if it allocates some.
     """
 
     def __init__(
@@ -178,8 +181,10 @@ class BucketLayout:
         options: ReducerOptions,
         sparse: frozenset[int] = frozenset(),
         memory: SharedMemory | None = None,
+        group: Group | None = None,
     ) -> None:
         self._memory = memory
+        self._group = group
         self.params = tuple(parameters)
         self.names = tuple(names)
         self._options = options
@@ -249,14 +254,19 @@ class BucketLayout:
             if kind not in self._storage:
                 same = [s for s in self._specs if (s.dtype, s.device) == kind and not s.is_sparse]
                 numel = sum(_aligned(s.numel, s.dtype) for s in same)
-                if self._memory is not None and spec.device.type == "cpu":
-                    self._storage[kind] = self._memory.zeros(numel, spec.dtype)
-                else:
-                    self._storage[kind] = torch.zeros(numel, dtype=spec.dtype, device=spec.device)
+                self._storage[kind] = self._zeros(numel, spec.dtype, spec.device)
             start = offsets.get(kind, 0)
             offsets[kind] = start + _aligned(spec.numel, spec.dtype)
             flats.append(self._storage[kind][start : start + spec.numel])
         return flats
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and self._memory is not None:
+            return self._memory.zeros(numel, dtype)
+        group = self._group
+        if device.type == "cuda" and group is not None and group.memory_problem(device) is None:
+            return allocate(group.process_group, numel, dtype, device)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def _release(self) -> dict[int, torch.Tensor]:
         """Drop the present buckets; return copies of the gradients in them, by parameter index."""

@@ -400,6 +400,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         src = self._agree_on_source(has_input) if is_joining(self) else 0
         self.reducer.futures += self._module_buffers.sync(src)
+        self.reducer.recorder.sent_buffers()
 
     def register_buffer_comm_hook(
         self,

@@ -62,7 +62,8 @@ class Reducer:
         if hosts is not None and len(hosts.by_host) > 1 and options.are_caps_default:
             options = replace(options, caps_bytes=(*NETWORK_CAPS_BYTES, options.caps_bytes[-1]))
         memory = SharedMemory(group, hosts) if hosts is not None and hosts.are_shared else None
-        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, memory=memory)
+        where: dict[str, Any] = {"memory": memory, "group": group}
+        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, **where)
         if memory is not None and not memory.connect():
             memory = None
         self._params = self.layout.params

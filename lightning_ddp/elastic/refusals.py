@@ -6,13 +6,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lightning_ddp._lightning import is_fitting, loaders_of
+from lightning_ddp.comm.nccl import is_nccl, recovery_problem
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.launch.interface import backend_names
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
 if TYPE_CHECKING:  # a run without an averager does not import them
     from lightning_ddp.averaging import AveragerPlan
 
-__all__ = ["check_arguments", "check_next_run", "check_training"]
+__all__ = ["check_arguments", "check_backend", "check_next_run", "check_training"]
 
 
 def _refuse(what: str, why: str, instead: str) -> None:
@@ -56,6 +58,13 @@ def check_arguments(
         _refuse("intra_node_gradients=True", why, "model_averaging='diloco'")
     if is_local and is_global:
         _refuse("batch='global'", "local training has no batch of all ranks", "batch='rank'")
+
+
+def check_backend(backend: str) -> None:
+    """Raise a ConfigurationError if an abort of this backend, in torch's spelling, ends the process."""
+    problem = next(filter(None, map(recovery_problem, filter(is_nccl, backend_names(backend)))), None)
+    if problem is not None:
+        raise ConfigurationError(f"on_failure: training cannot continue after the loss of a rank: {problem}.")
 
 
 def check_training(

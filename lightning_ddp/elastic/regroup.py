@@ -11,13 +11,19 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
-from lightning_ddp.comm.abort import abort_groups, remember_connections, retire_groups, wait_for_aborts
+from lightning_ddp.comm.abort import (
+    abort_groups,
+    destroy_groups,
+    remember_connections,
+    retire_groups,
+    wait_for_aborts,
+)
 from lightning_ddp.comm.group import InThread
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import backend_names
 from lightning_ddp.launch.job_context import JobContext
-from lightning_ddp.launch.rendezvous import join_default_group, leave_default_group
+from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
@@ -36,7 +42,7 @@ def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> No
         for parameter in wrapper.module.parameters():
             parameter.grad = None
     retire_groups(ours.interrupt.activity.forget_groups())
-    leave_default_group()
+    destroy_groups()
     count_groups_anew()
 
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 import lightning_ddp.comm as comm
 import lightning_ddp.encoding as encoding
 import lightning_ddp.shm as shm
+from lightning_ddp.comm.nccl import LOST_CONNECTION, is_own_error
 from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.supervise.failure_record import text_of
 
 __all__ = ["Cause", "cause_of_error", "interruption_behind"]
 
-_LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE)
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
 _COMMUNICATE = tuple(os.path.dirname(str(room.__file__)) + os.sep for room in (comm, shm, encoding, dist))
 _RUNS_JOBS = side_stream.__file__
@@ -47,9 +47,9 @@ def cause_of_error(error: BaseException) -> Cause:
         error = error.__cause__
     if isinstance(error, PeerFailure):
         return Cause.PEER
-    if not _is_of_backend(error, text):
+    if not _is_of_backend(error, text) or is_own_error(text):
         return Cause.OWN
-    return Cause.LOST_CONNECTION if _LOST_CONNECTION.search(text) else Cause.BACKEND
+    return Cause.LOST_CONNECTION if LOST_CONNECTION.search(text) else Cause.BACKEND
 
 
 def _is_of_backend(error: BaseException, text: str) -> bool:

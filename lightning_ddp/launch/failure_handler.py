@@ -21,6 +21,7 @@ from lightning_ddp.comm.abort import abort_groups, explain_retired
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.exit import before_gloo_ends_the_process
+from lightning_ddp.comm.nccl import WATCHDOG_VARIABLES
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
@@ -51,7 +52,6 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 __all__ = ["FailureHandler", "is_enabled"]
 
 _SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
-_WATCHDOG_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0
 _EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
@@ -225,6 +225,7 @@ class FailureHandler:
             is_launcher=self._children.are_of_this_process,
         )
         if settings.recovery is not None:
+            self.interrupt.may_abort = True
             with self.watch.lock:
                 self.calls = RecoveryClient(self.interrupt, self.alarm, self.watch)
                 if self.watch.state.is_called:  # the order came before there was a client to handle it
@@ -392,7 +393,8 @@ class FailureHandler:
 
     def outlive_watchdog(self) -> None:
         """Keep NCCL's watchdog from ending this process when a peer is gone, unless the user has set it."""
-        self.set_while_running({_WATCHDOG_VARIABLE: os.environ.get(_WATCHDOG_VARIABLE, "0")})
+        values = {name: os.environ.get(name, value) for name, value in WATCHDOG_VARIABLES.items()}
+        self.set_while_running(values)
 
     # ------------------------------------------------------------------ step boundaries and signals
 
@@ -459,6 +461,7 @@ class FailureHandler:
             why = f"rank {self.watch.identity.rank} cannot continue: {error}"[:200]
             self.watch.update(lambda state: state.fail(None if is_left_behind else why))
             self._state = _State.OVER
+            self.forget_device()  # after an abort nccl2 reports an error, which is none
             abort_groups()
             self._wake_parent()  # if it is stopped, it would never hear of this failure
             if not self.end_limit.is_set:

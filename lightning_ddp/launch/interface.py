@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from lightning_ddp.comm.nccl import is_nccl
 from lightning_ddp.errors import RendezvousError
 
 if sys.platform == "linux":
@@ -30,6 +31,7 @@ __all__ = [
     "is_own_address",
     "require_resolvable",
     "route_to",
+    "uses_nccl",
 ]
 
 _RESOLVED_WITHIN_S = 30.0
@@ -80,6 +82,15 @@ def backend_names(backend: str) -> frozenset[str]:
     return frozenset(part.strip().rpartition(":")[2] for part in backend.lower().split(","))
 
 
+def uses_nccl(backend: str) -> bool:
+    """Return True if one of the backends in torch's spelling is of NCCL.
+
+    >>> uses_nccl("cpu:gloo,cuda:nccl2"), uses_nccl("gloo")
+    (True, False)
+    """
+    return any(map(is_nccl, backend_names(backend)))
+
+
 def choose_interface(address: str, backend: str) -> dict[str, str]:
     """Return the variables that name to gloo and NCCL the interface that leads to the first node.
 
@@ -91,8 +102,8 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
         address: address of the first node.
         backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
     """
-    backends = backend_names(backend)
-    if not backends & {"gloo", "nccl"}:
+    has_gloo, has_nccl = "gloo" in backend_names(backend), uses_nccl(backend)
+    if not (has_gloo or has_nccl):
         return {}
     try:
         name, own = route_to(address)
@@ -102,9 +113,9 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
         return {}
     is_local = _is_loopback(own)
     chosen = {}
-    if not is_local or ("gloo" in backends and address == own):
+    if not is_local or (has_gloo and address == own):
         chosen["GLOO_SOCKET_IFNAME"] = name
-    if "nccl" in backends and not is_local:
+    if has_nccl and not is_local:
         found = list(dict.fromkeys(interface for interface, _ in interfaces()))
         names = _names_for_nccl(found, name)
         if names is not None:

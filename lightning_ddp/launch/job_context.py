@@ -26,14 +26,14 @@ import torch.distributed as dist
 import lightning_ddp.shm.shared_memory  # noqa: F401 (its exit handler has to run after that of this module)
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp._torch import default_store, known_groups, never_destroy
-from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.comm.abort import destroy_groups, remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.hydra_jobs.agreement import share_job
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
-from lightning_ddp.launch.interface import backend_names, choose_interface, is_loopback
+from lightning_ddp.launch.interface import choose_interface, is_loopback, uses_nccl
 from lightning_ddp.launch.last_words import exit_now, show_report
 from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.rendezvous import (
@@ -42,7 +42,6 @@ from lightning_ddp.launch.rendezvous import (
     Rendezvous,
     existing_group,
     join_default_group,
-    leave_default_group,
     meet,
     note_met,
     run_store,
@@ -207,7 +206,7 @@ class JobContext:
         if not self.control.may_begin_anew():
             return
         self.control.close()
-        leave_default_group()
+        destroy_groups()
         self.control.restore_handlers()
         self.control = FailureHandler(self.children)
         self.num_failed += 1
@@ -227,7 +226,7 @@ class JobContext:
         atexit.unregister(self._at_exit)
         if self._is_left_behind:
             return None
-        leave_default_group()
+        destroy_groups()
         jobs().publish_to(None)
         self.store = None
         self.rendezvous.close()
@@ -429,7 +428,7 @@ class Joining:
         if self.context.is_joining:
             rank, world_size, store = 0, 1, dist.HashStore()
         is_watched = self.context.control.watch is not None
-        if timeout is not None and "nccl" in backend_names(self.backend) and is_watched:
+        if timeout is not None and uses_nccl(self.backend) and is_watched:
             # this package reports first what is late; NCCL's watchdog, which ends the process, is the last
             timeout += timedelta(seconds=self.settings.failure_grace_s)
         with self._waiting(lambda: f"the process group ({self.backend}) of {world_size} ranks"):

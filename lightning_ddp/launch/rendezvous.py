@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
 from lightning_ddp._torch import never_destroy
-from lightning_ddp.comm.abort import remember_connections
+from lightning_ddp.comm.abort import destroy_groups, remember_connections
 from lightning_ddp.comm.barrier import store_of_attempt
 from lightning_ddp.errors import ConfigurationError, RendezvousError, one_of
 from lightning_ddp.launch.interface import (
@@ -33,6 +33,7 @@ from lightning_ddp.launch.interface import (
     describe_route,
     is_own_address,
     require_resolvable,
+    uses_nccl,
 )
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "check_meeting_place",
     "existing_group",
     "join_default_group",
-    "leave_default_group",
     "meet",
     "meet_at_file",
     "named_port",
@@ -263,8 +263,8 @@ def join_default_group(
     is_gloo = "gloo" in backend_names(backend)
     with remember_connections(num_peers=world_size if is_gloo else 0):
         dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), **arguments)
-    if "nccl" in backend_names(backend):
-        atexit.register(leave_default_group)  # torch warns of an NCCL group that is left to the exit
+    if uses_nccl(backend):
+        atexit.register(destroy_groups)  # torch warns of an NCCL group that is left to the exit
     return dist.group.WORLD
 
 
@@ -328,13 +328,6 @@ def _parts_of(where: str) -> tuple[str, int, str]:
     listener, _, run = where.rpartition("/")
     address, _, port = listener.rpartition(":")
     return address, int(port), run
-
-
-def leave_default_group() -> None:
-    """Destroy the default process group, if there is one."""
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # a peer may be gone already, and this process is about to be
-            dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------- chosen by the user

@@ -55,6 +55,10 @@ class StepRecord:
     """Time at which all gradients were computed."""
     comm_end: Any = None
     """Time at which all buckets were reduced and written to `.grad`."""
+    host_ns: int | None = None
+    """Time in which the host has queued all that; None on the CPU."""
+    num_broadcasts: int = 0
+    """Number of times that forward broadcast buffers."""
     buckets: list[BucketRecord] = field(default_factory=list)
     """Reduced buckets, in launch order."""
 
@@ -123,6 +127,7 @@ class StepRecorder:
         self._buckets: dict[int, BucketRecord] = {}  # of the open step
         self._in_flight: dict[int, Any] = {}  # works and futures by bucket
         self._forward: tuple[Any, Any] = (None, None)
+        self._host_start_ns, self._num_broadcasts = 0, 0  # of the last forward
         self._num_added = 0  # since the last `take`
         self._first = 0  # number of the step that the engine counts as 0
 
@@ -149,6 +154,11 @@ class StepRecorder:
         """Record the begin of a forward with a synchronized backward."""
         if self._is_on:
             self._forward = (self._now(), None)
+            self._host_start_ns, self._num_broadcasts = time.perf_counter_ns(), 0
+
+    def sent_buffers(self) -> None:
+        """Record a broadcast of buffers."""
+        self._num_broadcasts += 1
 
     def end_forward(self) -> None:
         """Record the end of the forward."""
@@ -206,10 +216,12 @@ class StepRecorder:
             return
         record.comm_end = self._now()
         record.buckets = [bucket for _, bucket in sorted(self._buckets.items())]
+        record.num_broadcasts = self._num_broadcasts
         self._in_flight.clear()
         if self._events is None:
             finished = [record]
         else:
+            record.host_ns = time.perf_counter_ns() - self._host_start_ns
             self._events.unresolved.append(record)
             finished = self._events.resolve()
         self.records += finished

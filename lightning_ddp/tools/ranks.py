@@ -139,7 +139,7 @@ def run_ranks(
         worker: called in each process with `settings`, which must pickle.
         settings: argument of the worker.
         world_size: number of ranks.
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
+        device: "cpu" (gloo), "cuda" (NCCL, one GPU per process) or "cuda:0" (gloo, all share that GPU).
         timeout_s: seconds after which all processes are killed.
         num_replicas: number of replicas of the ranks at once, each with a separate process group.
         on_progress: called a few times a second with the number of units of progress since its last call;
@@ -224,16 +224,17 @@ def _run_rank(
         runpy.run_path(meeting.preload)
     store = meeting.open_store()
     device = torch.device(meeting.device)
+    has_nccl = meeting.device == "cuda"
     if device.type == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank) if has_nccl else device
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if has_nccl else "gloo",
         store=PrefixStore(f"process_group/{replica}", store),
         rank=rank,
         world_size=meeting.world_size,
         timeout=timedelta(seconds=meeting.timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if has_nccl else None,
     )
     sizes = {"world_size": meeting.world_size, "num_replicas": meeting.num_replicas}
     context = RankContext(rank=rank, replica=replica, device=device, store=store, **sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import socket
 import statistics
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddp.hooks import build_hook
+from lightning_ddp.telemetry.step_record import StepRecord
 from lightning_ddp.telemetry.timeline import (
     Change,
     Lane,
@@ -45,6 +47,9 @@ _MOST_RANKS, _NUM_STEPS = 8, 4
 _WIDTH = 13.0  # of a timeline in inches
 _NARROWEST_TEXT = 0.045  # fraction of the width that a name needs
 _NUM_WARMUP_STEPS = 5
+_HOST_BOUND = 0.9
+"""Share of a step's time from which on the host, which only queues, is what the GPU waits for."""
+_FEW_BUCKETS, _SMALL_BUCKET_MB = 2, 4.0
 KINDS: Mapping[str, tuple[str, str]] = {
     "forward": ("#aed6f1", "forward"),
     "backward": ("#5dade2", "backward"),
@@ -226,7 +231,12 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
         if any(lane.spans for lane in lanes):
             draw_lanes(lanes, pictures[1])
         drawn = [picture.read_text(encoding="utf-8") for picture in pictures if picture.exists()]
-    parts = [_medians(recordings, values), _history(changes), *(svg[svg.index("<svg") :] for svg in drawn)]
+    parts = [
+        _medians(recordings, values),
+        _host(recordings),
+        _history(changes),
+        *(svg[svg.index("<svg") :] for svg in drawn),
+    ]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>svg'
         f"{{width:100%;height:auto}}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
@@ -278,6 +288,35 @@ def _medians(recordings: Sequence[Recording], values: Mapping[int, Mapping[str, 
         rows.append((str(recording.rank), recording.host, *cells))
     names = ("rank", "host", *values[recordings[0].rank])
     return f"<h2>Medians of the recorded steps</h2><pre>{escape(format_table(names, rows))}</pre>"
+
+
+def host_advice(steps: Sequence[StepRecord]) -> str | None:
+    """Return what makes the GPU of recorded steps wait for the host, with what to set.
+
+    None if it does not wait, or if the steps are of a CPU.
+    """
+    spans = [(s.host_ns, s.forward_start, s.comm_end) for s in steps if s.host_ns is not None]
+    shares = [host / (end - start) for host, start, end in spans if None not in (start, end)]
+    if not shares or statistics.median(shares) < _HOST_BOUND:
+        return None
+    last, causes = steps[-1], []
+    num_buckets, num_mb = len(last.buckets), last.num_bytes / _MB
+    if last.num_broadcasts:
+        causes.append("forward broadcasts buffers: broadcast_buffers=False, if ranks may keep their own")
+    if num_buckets > _FEW_BUCKETS and num_mb / num_buckets < _SMALL_BUCKET_MB:
+        causes.append(f"{num_buckets} buckets for {num_mb:.1f} MB: bucket_cap_mb={math.ceil(num_mb)}")
+    causes.append(
+        "calls in each step that wait for the GPU, such as .item() or a printed loss: find them with"
+        " torch.cuda.set_sync_debug_mode('warn'), and larger batches or torch.compile for many small kernels"
+    )
+    share = statistics.median(shares)
+    return f"the host needs {share:.0%} of the time of a step, so the GPU waits for it. " + "; ".join(causes)
+
+
+def _host(recordings: Sequence[Recording]) -> str:
+    found = {recording.rank: host_advice(recording.steps) for recording in recordings}
+    lines = "".join(f"<li>rank {rank}: {escape(text)}</li>" for rank, text in found.items() if text)
+    return f"<h2>GPUs that wait for the host</h2><ul>{lines}</ul>" if lines else ""
 
 
 def _history(changes: Sequence[Change]) -> str:

@@ -175,6 +175,10 @@ class FailedRun:
     """Number of processes that were left at the deadline."""
     exit_code: int | None
     """Exit code of the script; None if it did not end."""
+    regroups_s: tuple[float, ...] = ()
+    """Seconds of each recovery."""
+    resumed_s: float | None = None
+    """Seconds from the fault to the first step of another rank after it; None if there is none."""
 
 
 def run_to_fault(
@@ -186,11 +190,13 @@ def run_to_fault(
     timeout_s: float,
     accelerator: str = "cpu",
     preload: str | None = None,
+    launcher: Sequence[str] = (),
+    **more: Any,
 ) -> FailedRun:
     """Train with one of `STRATEGIES` until the victim fails and all processes have exited.
 
-    The fault is "exception" or "kill". All of it has `2 * timeout_s` seconds. Each rank runs the file
-    `preload` first. Leaves no process.
+    The fault is one of those of the script, which gets `more` as well. All of it has `2 * timeout_s` seconds.
+    Each rank runs the file `preload` first. Leaves no process.
 
     Raises:
         ToolError: the script did not reach the fault.
@@ -198,17 +204,22 @@ def run_to_fault(
     arguments = {"strategy": strategy, "devices": world_size, "package_root": str(PACKAGE_ROOT)}
     arguments |= {"fault": fault, "victim": victim, "accelerator": accelerator, "preload": preload}
     deadline = time.monotonic() + 2 * timeout_s
-    with started(TRAINING, {**arguments, "num_steps": 64}) as running:
+    with started(TRAINING, {"num_steps": 64, **arguments, **more}, launcher) as running:
         while running.num_alive() > 0 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         gone, num_left = time.time(), running.num_alive()
         exit_code = running.process.wait() if num_left == 0 else running.process.poll()
         start = running.fault_at()
         told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", running.text)
+        commits = re.findall(r"COMMIT (\d+\.\d+) (\d+)", running.text)
+        after = [float(moment) - start for moment, step in commits if int(step) > more.get("fault_step", 3)]
+        regroups = re.findall(r"^REGROUP (\d+\.\d+)$", running.text, re.MULTILINE)
     return FailedRun(
         learned_s=tuple(float(moment) - start for _, _, moment in told),
         raised={int(rank): what for rank, what, _ in told},
         gone_s=gone - start,
         num_left=num_left,
         exit_code=exit_code,
+        regroups_s=tuple(map(float, regroups)),
+        resumed_s=min(after, default=None),
     )

@@ -11,6 +11,8 @@ import json
 import os
 import runpy
 import signal
+import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -34,7 +36,11 @@ def train(
     num_steps: int = 1,
     fault: str | None = None,
     victim: int = 0,
+    num_victims: int = 1,
     fault_step: int = 3,
+    moment: str = "forward",
+    num_nodes: int = 1,
+    backend: str | None = None,
     preload: str | None = None,
     on_failure: str | None = None,
     stall_s: float | None = None,
@@ -43,10 +49,11 @@ def train(
 ) -> None:
     """Train, and print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time.
 
-    The victim fails once by `fault`, "exception", "kill" or "stop", in step `fault_step`. With `on_failure`,
-    or a folder for a checkpoint of each step from which it resumes, all ranks print `COMMIT` with the time,
-    the step and the samples of each batch. Steps last `step_s` until a new rank has joined; rank 0 prints
-    `REGROUP` with the seconds of the recovery.
+    The victim, with `num_victims - 1` ranks before it, fails once by `fault`, one of `_FAULTS`, in step
+    `fault_step`: before it ("idle"), in it ("forward", "backward", "all-reduce", "optimizer"), or at the
+    "start" of the script. With `on_failure`, or a folder for a checkpoint of each step from which it resumes,
+    all ranks print `COMMIT` with the time, the step and the samples of each batch. Steps last `step_s` until
+    a new rank has joined; rank 0 prints `REGROUP` with the seconds of the recovery.
     """
     import pytorch_lightning as pl
     import torch
@@ -56,33 +63,54 @@ def train(
         sys.path.insert(0, package_root)
         import lightning_ddp
 
-        if on_failure is not None:
+        if on_failure is not None or backend is not None:
             stall_timeout = timedelta(seconds=stall_s) if stall_s is not None else None
-            chosen = lightning_ddp.CustomDDPStrategy(on_failure=on_failure, stall_timeout=stall_timeout)
+            given: dict[str, Any] = {"stall_timeout": stall_timeout, "process_group_backend": backend}
+            chosen = lightning_ddp.CustomDDPStrategy(on_failure=on_failure or "stop", **given)
     if preload:
         runpy.run_path(preload)
     has_ledger = on_failure is not None or folder is not None
-    is_victim = int(os.environ.get("LOCAL_RANK", "0")) == victim
+    rank = devices * int(os.environ.get("NODE_RANK", "0")) + int(os.environ.get("LOCAL_RANK", "0"))
+    is_victim = fault is not None and victim - num_victims < rank <= victim
     is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_victim and moment == "start":
+        _fail(fault, torch.device("cpu"))
 
     class Probe(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.module = torch.nn.Linear(32, 2)
             self.step_s = step_s
+            self.num_accumulated = 0
+
+        def reached(self, here: str) -> None:
+            if is_victim and is_first_attempt and here == moment and self.global_step == fault_step:
+                _fail(fault, self.device)
+
+        def accumulated(self, _: Any) -> None:
+            self.num_accumulated += 1
+            if self.num_accumulated % 2 == 0:  # the bucket has both parameters, and is on its way
+                self.reached("all-reduce")
+
+        def on_train_start(self) -> None:
+            for parameter in self.parameters():
+                parameter.register_post_accumulate_grad_hook(self.accumulated)
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_rank == 0 and batch_idx == 0:
                 _say(f"FIRST_BATCH {time.time():.6f}")
+            self.reached("idle")
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(self.step_s)
-            if fault and is_victim and is_first_attempt and self.global_step == fault_step:
-                _say(f"FAULT {time.time():.6f}")
-                if fault != "exception":
-                    os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-                raise ValueError("the fault of this benchmark")
-            return self.module(torch.randn(8, 32, device=self.device)).square().mean()
+            self.reached("forward")
+            output = self.module(torch.randn(8, 32, device=self.device))
+            if is_victim and moment == "backward":
+                output.register_hook(lambda _: self.reached("backward"))
+            return output.square().mean()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.reached("optimizer")
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if has_ledger:
@@ -111,8 +139,42 @@ def train(
         last = Path(folder, "last.ckpt")
         resumed = str(last) if last.exists() else None
     options: dict[str, Any] = {"strategy": chosen, "accelerator": accelerator, "callbacks": callbacks}
-    options["enable_checkpointing"] = folder is not None
+    options |= {"enable_checkpointing": folder is not None, "num_nodes": num_nodes}
     _fit(Probe(), devices, num_steps, resumed=resumed, **options)
+
+
+_FAULTS = ("exception", "kill", "stop", "memory", "address")
+
+
+def _fail(fault: str | None, device: Any) -> None:
+    """Fail by one of `_FAULTS`; with "memory" and "address" as a GPU does."""
+    import torch
+
+    _say(f"FAULT {time.time():.6f}")
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    elif fault == "memory":
+        torch.empty(2**45, device=device)
+    elif fault == "address":
+        torch.zeros(1, device=device)[torch.full((1,), 2**40, device=device)].sum().item()
+    raise ValueError("the fault of this benchmark")
+
+
+def train_on_nodes(*, num_nodes: int, **arguments: Any) -> None:
+    """Call `train` in a process for each node, all of them on this host; exit with the worst exit code.
+
+    A node that is killed has none.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    order = json.dumps({"num_nodes": num_nodes, **arguments})
+    processes = []
+    for node in range(num_nodes):
+        named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
+        command = [sys.executable, __file__, order]
+        processes.append(subprocess.Popen(command, env={**os.environ, **named}))
+    sys.exit(max(0, *(process.wait() for process in processes)))
 
 
 def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = None, **options: Any) -> Any:
@@ -122,7 +184,8 @@ def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = Non
 
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(devices=devices, max_epochs=1, **quiet, **options)
-    data: Any = torch.arange(float(devices * num_steps)).unsqueeze(1)  # a tensor has length and items
+    size = devices * options.get("num_nodes", 1) * num_steps
+    data: Any = torch.arange(float(size)).unsqueeze(1)  # a tensor has length and items
     trainer.fit(module, torch.utils.data.DataLoader(data), ckpt_path=resumed)
     return trainer
 
@@ -187,5 +250,6 @@ def time_fits(
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    functions: dict[str, Any] = {"train": train, "time_fits": time_fits, "time_import": time_import}
+    functions: dict[str, Any] = {"train": train, "train_on_nodes": train_on_nodes}
+    functions |= {"time_fits": time_fits, "time_import": time_import}
     functions[given.pop("function", "train")](**given)

@@ -23,14 +23,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KINDS = ("race", "free", "sync")
+KINDS = ("race", "free", "sync", "nccl")
 
 
 class Report(NamedTuple):
     """One thing that the checker found."""
 
     kind: str
-    """`race`, `free` (freed while another stream may use it) or `sync` (the host waited for the device)."""
+    """`race`, `free` (freed while another stream may use it), `sync` (the host waited for the device), or
+    `nccl` (a use after an abort)."""
     text: str
     stack: traceback.StackSummary
     """Of Python, the innermost frame last; that of the main thread where a thread of C++ did it."""

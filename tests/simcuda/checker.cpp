@@ -29,6 +29,7 @@ struct Block {
   bool is_pinned;
   std::vector<Access> log;
   std::set<Stream> recorded;
+  std::shared_ptr<const std::atomic<bool>> is_aborted;  // whether the communicator is that registered it
 };
 
 struct PendingEntry {
@@ -101,6 +102,11 @@ void log_use(Stream stream, const Use& use, const std::string& operation, Findin
   auto block = find_block(use.begin);
   if (block == state().blocks.end() || use.bytes == 0) return;
   const auto begin = reinterpret_cast<uintptr_t>(use.begin), end = begin + use.bytes;
+  const auto& is_aborted = block->second.is_aborted;
+  if (is_aborted && *is_aborted) {
+    const std::string how = use.writes ? "written" : "read";
+    findings.add("nccl", "memory that NCCL has registered is " + how + " by " + operation + " after the abort");
+  }
   const Clock& clock = clock_of(stream);
   std::vector<Access> kept;
   for (Access& access : block->second.log) {
@@ -255,7 +261,7 @@ bool has_ended(const Clock& clock) {
 
 void allocated(void* block, size_t bytes, Stream stream, bool is_pinned) {
   Lock lock(state().mutex);
-  state().blocks[reinterpret_cast<uintptr_t>(block)] = Block{bytes, stream, is_pinned, {}, {}};
+  state().blocks[reinterpret_cast<uintptr_t>(block)] = Block{bytes, stream, is_pinned, {}, {}, {}};
   if (is_pinned) return;
   Memory& memory = state().memory[device_of(stream)];
   memory.allocated += bytes;
@@ -308,6 +314,12 @@ void use_on(const void* address, Stream stream) {
   if (block != state().blocks.end()) block->second.recorded.insert(stream);
 }
 
+void registered(const void* address, std::shared_ptr<const std::atomic<bool>> is_aborted) {
+  Lock lock(state().mutex);
+  auto block = find_block(address);
+  if (block != state().blocks.end()) block->second.is_aborted = std::move(is_aborted);
+}
+
 void kept_until(const void* address, const Clock& clock) {
   Lock lock(state().mutex);
   auto block = find_block(address);
@@ -333,6 +345,12 @@ void add_pending(std::shared_ptr<Pending> pending, Stream stream, const Clock& e
 }
 
 // ---- reports
+
+void misuse(const std::string& what) {
+  Findings findings;
+  Lock lock(state().mutex);
+  if (state().is_enabled) findings.add("nccl", what);
+}
 
 void set_callback(Callback callback) { state().callback = callback; }
 

@@ -6,6 +6,7 @@
 // order of the host, so a conflict shows in the reports and not in the numbers.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -69,6 +70,9 @@ int device_at(const void* address);  // -1: not memory of a device
 // As Tensor.record_stream: the block is not given away before `stream` has done what is queued when it is freed.
 void use_on(const void* address, Stream stream);
 
+// The communicator of NCCL with this flag has registered the block: nothing may use it once it is aborted.
+void registered(const void* address, std::shared_ptr<const std::atomic<bool>> is_aborted);
+
 // Somebody kept the block until what `clock` covers had ended, so that freeing it now is safe with regard to it.
 void kept_until(const void* address, const Clock& clock);
 
@@ -91,6 +95,9 @@ class Pending {
 void add_pending(std::shared_ptr<Pending> pending, Stream stream, const Clock& end, const std::vector<Use>& outputs);
 
 // ---- reports
+
+// A wrong use of NCCL that no order of streams shows: reported as `nccl`.
+void misuse(const std::string& what);
 
 using Callback = void (*)(const char* kind, const char* text);
 void set_callback(Callback callback);

@@ -1,4 +1,6 @@
-// Implements ProcessGroupNCCL for the simulated CUDA device: NCCL's streams, lifetimes and failures.
+// Implements both classes of NCCL for the simulated CUDA device: NCCL's streams, lifetimes and failures.
+//
+// ProcessGroupNCCL2 differs in its name, its device, its futures, its errors and in what an abort leaves.
 //
 // A collective publishes what this rank contributes in the store and returns. It ends when what it needs from
 // other ranks is there; its results are fetched when an operator, another collective or the host needs them.
@@ -178,18 +180,26 @@ class Channel {
     return values;
   }
 
-  void fail(std::exception_ptr error) {
+  void fail(std::exception_ptr error, c10d::ErrorType type = c10d::ErrorType::COMM_ERROR) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_) error_ = std::move(error);
+    if (error_) return;
+    error_ = std::move(error);
+    error_type_ = type;
   }
   std::exception_ptr error() {
     std::lock_guard<std::mutex> lock(mutex_);
     return error_;
   }
+  c10d::ErrorType error_type() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return error_type_;
+  }
 
   const int rank, size;
+  const std::shared_ptr<std::atomic<bool>> is_aborted = std::make_shared<std::atomic<bool>>(false);
 
  private:
+  c10d::ErrorType error_type_ = c10d::ErrorType::SUCCESS;
   c10::intrusive_ptr<c10d::Store> store_;
   std::mutex mutex_;
   std::exception_ptr error_;
@@ -284,7 +294,7 @@ class WorkNCCL final : public c10d::Work {
       const auto deadline = SteadyClock::now() + limit;
       while (!isCompleted()) {
         if (SteadyClock::now() >= deadline) {
-          channel->fail(make_error(describe() + " timed out in blocking wait."));
+          channel->fail(make_error(is_second ? "NCCL operation timed out" : describe() + " timed out in blocking wait."));
           break;
         }
         std::this_thread::sleep_for(1ms);
@@ -298,7 +308,19 @@ class WorkNCCL final : public c10d::Work {
   }
   void abort() override { channel->fail(make_error("NCCL communicator was aborted on rank " + std::to_string(rank_))); }
   Tensors result() override { return outputs; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+  // The one of NCCL2 is made when it is asked for, and orders the stream of whoever asks.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    if (!future) {
+      synchronize();
+      complete_future();
+    }
+    return future;
+  }
+  void complete_future() {
+    future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
+    future->markCompleted(at::IValue(outputs));
+  }
   uint64_t getSequencenumber() const override { return number_; }
 
   std::string describe() const {
@@ -315,7 +337,7 @@ class WorkNCCL final : public c10d::Work {
   std::shared_ptr<Shelf> shelf = std::make_shared<Shelf>();
   Tensors outputs;
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  bool is_barrier = false, blocks_host = false;
+  bool is_barrier = false, blocks_host = false, is_second = false;
 
  private:
   const c10::Device device_;
@@ -352,10 +374,10 @@ int number_in_environment(const char* name, int otherwise) {
 // Keeps inputs and outputs of dropped works until the collective has ended, and ends what takes too long.
 class Watchdog : public std::enable_shared_from_this<Watchdog> {
  public:
-  explicit Watchdog(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
+  Watchdog(std::shared_ptr<Channel> channel, bool is_second) : is_second_(is_second), channel_(std::move(channel)) {}
 
   void start() {
-    if (handling_ == kNone || blocks_host) return;
+    if ((handling_ == kNone && !is_second_) || blocks_host) return;
     std::thread([self = shared_from_this()] { self->watch(); }).detach();  // the process may end at any time
   }
   void add(Watched watched) {
@@ -423,10 +445,16 @@ class Watchdog : public std::enable_shared_from_this<Watchdog> {
                          watched.description + " ran for " + std::to_string(ran.count()) +
                          " milliseconds before timing out.";
     std::cerr << message << std::endl;
-    channel_->fail(make_error(message));
-    if (handling_ != kCleanUpOnly) std::abort();  // an exception that leaves the watchdog's thread
+    if (is_second_) {
+      channel_->fail(make_error("NCCL operation timed out"), c10d::ErrorType::TIMEOUT);
+    } else {
+      channel_->fail(make_error(message));
+    }
+    // an exception that leaves the watchdog's thread
+    if (handling_ == kTearDown || handling_ == kSkipCleanUp) std::abort();
   }
 
+  const bool is_second_;
   const int handling_ = number_in_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", kSkipCleanUp);
   std::shared_ptr<Channel> channel_;
   std::mutex mutex_;
@@ -437,7 +465,7 @@ class Watchdog : public std::enable_shared_from_this<Watchdog> {
 
 // ---- the process group
 
-class ProcessGroupNCCL final : public c10d::Backend {
+class ProcessGroupNCCL : public c10d::Backend {
  public:
   struct Options final : Backend::Options {
     Options() : Backend::Options("nccl", 10min) {}
@@ -447,11 +475,13 @@ class ProcessGroupNCCL final : public c10d::Backend {
   };
 
   ProcessGroupNCCL(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options,
+      bool is_second = false)
       : Backend(rank, size),
+        is_second_(is_second),
         options_(std::move(options)),
         channel_(std::make_shared<Channel>(store, rank, size)),
-        watchdog_(std::make_shared<Watchdog>(channel_)) {
+        watchdog_(std::make_shared<Watchdog>(channel_, is_second)) {
     watchdog_->start();
     std::lock_guard<std::mutex> lock(all_mutex());
     all().push_back(channel_);
@@ -468,7 +498,7 @@ class ProcessGroupNCCL final : public c10d::Backend {
     return channels;
   }
 
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return is_second_ ? "nccl2" : "nccl"; }
   c10::intrusive_ptr<Backend::Options> getBackendOptions() override { return options_; }
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
@@ -476,15 +506,34 @@ class ProcessGroupNCCL final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number_; }
   void abort() override {
-    channel_->fail(make_error("NCCL communicator was aborted on rank " + std::to_string(rank_) + "."));
+    *channel_->is_aborted = true;
+    const auto type = is_second_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+    channel_->fail(
+        is_second_ ? make_error("NCCL operation failed")
+                   : make_error("NCCL communicator was aborted on rank " + std::to_string(rank_) + "."),
+        type);
     watchdog_->stop();
   }
-  void shutdown() override {  // as NCCL's, it lets everything end first
+  // As NCCL's, it lets everything end first. Since NCCL 2.31 it waits for the other ranks, which may not come
+  // after an abort.
+  void shutdown() override {
+    if (*channel_->is_aborted) misuse(getBackendName() + ": a communicator is destroyed after its abort");
     watchdog_->finish_all();
-    abort();
+    channel_->fail(make_error("NCCL communicator was destroyed on rank " + std::to_string(rank_) + "."));
+    watchdog_->stop();
   }
-  c10d::ErrorType getError() override {
-    return channel_->error() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  c10d::ErrorType getError() override { return channel_->error_type(); }
+
+  // Memory of a pool that the communicator has registered. Only a GPU with an NVLink switch offers it.
+  bool supportsTensorAlloc(c10::DeviceIndex) override {
+    return number_in_environment("SIMULATED_CUDA_MULTICAST", 1) == 1;
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    check_channel();
+    check_device(options.device());
+    const auto tensor = at::empty({size}, options);
+    registered(tensor.const_data_ptr(), channel_->is_aborted);
+    return tensor;
   }
   c10::intrusive_ptr<Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
@@ -494,7 +543,7 @@ class ProcessGroupNCCL final : public c10d::Backend {
     auto own = c10::make_intrusive<Options>();
     own->timeout = options->timeout;
     own->group_name = options->group_name;
-    return c10::make_intrusive<ProcessGroupNCCL>(store, position - ranks.begin(), ranks.size(), own);
+    return make(store, position - ranks.begin(), ranks.size(), own);
   }
 
   // ---- collectives
@@ -548,11 +597,12 @@ class ProcessGroupNCCL final : public c10d::Backend {
     sizes.insert(sizes.begin(), size_);
     const auto gathered = at::empty(sizes, inputs[0].options());
     Tensors written{gathered};
+    if (is_second_) written.clear();  // it sends to those of the caller
     written.insert(written.end(), targets.begin(), targets.end());
     return collect(
         {"nccl:all_gather", c10d::OpType::ALLGATHER, inputs, written, everybody(), options.asyncOp},
         [outputs = outputs_of(targets), slices = outputs_of(gathered.unbind(0))](const Parts& parts) {
-          put_each(slices, parts);
+          put_each(slices, parts);  // of memory that is gone, with NCCL2
           put_each(outputs, parts);
         });
   }
@@ -695,6 +745,26 @@ class ProcessGroupNCCL final : public c10d::Backend {
       C10_THROW_ERROR(ValueError, "Tensors must be contiguous");
     }
   }
+  virtual c10::intrusive_ptr<Backend> make(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const c10::intrusive_ptr<Options>& options) {
+    return c10::make_intrusive<ProcessGroupNCCL>(store, rank, size, options);
+  }
+  // NCCL2 has one device, from the start: if it is not told which, that of LOCAL_RANK.
+  void check_device(c10::Device device) const {
+    if (!is_second_) return;
+    const auto& ranks = options_->global_ranks_in_group;
+    const int global_rank = rank_ < int(ranks.size()) ? int(ranks[rank_]) : rank_;
+    const int number = number_in_environment("LOCAL_RANK", global_rank) % c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
+    const auto own = bound_device_id_.value_or(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(number)));
+    TORCH_CHECK(
+        device.index() == own.index(), "ProcessGroupNCCL is bound to device ", own,
+        " but an operation was issued on ", device);
+  }
+  void check_channel() const {
+    TORCH_CHECK(
+        !is_second_ || !*channel_->is_aborted, "NCCL communicator was aborted after a previous error");
+    if (auto error = channel_->error()) std::rethrow_exception(error);
+  }
   std::vector<int> everybody() const {
     std::vector<int> ranks(size_);
     for (int rank = 0; rank < size_; ++rank) ranks[rank] = rank;
@@ -746,7 +816,7 @@ class ProcessGroupNCCL final : public c10d::Backend {
     const auto prefix = std::to_string(++number_) + "/";
     std::vector<std::string> keys;
     for (const int source : what.sources) keys.push_back(prefix + std::to_string(source));
-    if (auto error = channel_->error()) std::rethrow_exception(error);
+    check_channel();
     if (!what.inputs.empty()) {
       const auto bytes = bytes_of(tensors_ready(what.inputs));
       header.insert(header.end(), bytes.begin(), bytes.end());
@@ -764,8 +834,9 @@ class ProcessGroupNCCL final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Work> queue(Description what, std::vector<std::string> keys, Exchange::Deliver deliver) {
-    if (auto error = channel_->error()) std::rethrow_exception(error);
+    check_channel();
     const auto device = (what.inputs.empty() ? what.outputs : what.inputs).at(0).device();
+    check_device(device);
     const auto stream = what.is_async ? own_stream(device, what.peer) : current_c10_stream(device);
     const Stream index = stream_of(stream.id(), stream.device_index());
     if (what.is_async) make_wait(index, record(current_stream(device.index())));
@@ -799,15 +870,14 @@ class ProcessGroupNCCL final : public c10d::Backend {
     work->exchanges = std::move(exchanges);
     work->outputs = outputs;
     work->blocks_host = watchdog_->blocks_host;
+    work->is_second = is_second_;
     if (is_async) {  // on the current stream nothing can overtake it
       work->shelf->tensors = inputs;
       work->shelf->tensors.insert(work->shelf->tensors.end(), outputs.begin(), outputs.end());
     }
-    {
+    if (!is_second_) {
       c10::StreamGuard guard(stream);
-      work->future = c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
-      work->future->markCompleted(at::IValue(outputs));
+      work->complete_future();
     }
     watchdog_->add(
         {work->describe(), SteadyClock::now() + options_->timeout, options_->timeout, work->end, work->exchanges,
@@ -825,7 +895,7 @@ class ProcessGroupNCCL final : public c10d::Backend {
   // One stream for the collectives of a device; a pair that sends and receives by itself has another.
   c10::Stream own_stream(c10::Device device, int peer) {
     std::string key = std::to_string(device.index());
-    if (peer >= 0 && !coalesced_ && !bound_device_id_) {
+    if (peer >= 0 && !coalesced_ && !bound_device_id_ && !is_second_) {
       key = std::to_string(std::min(rank_, peer)) + ":" + std::to_string(std::max(rank_, peer));
     }
     auto found = streams_.find(key);
@@ -840,6 +910,7 @@ class ProcessGroupNCCL final : public c10d::Backend {
     return pair + "/" + std::to_string(++peer_numbers_[pair]);
   }
 
+  const bool is_second_;
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Channel> channel_;
   std::shared_ptr<Watchdog> watchdog_;
@@ -847,6 +918,20 @@ class ProcessGroupNCCL final : public c10d::Backend {
   uint64_t number_ = 0;
   std::map<std::string, uint64_t> peer_numbers_;
   std::optional<Coalesced> coalesced_;
+};
+
+class ProcessGroupNCCL2 final : public ProcessGroupNCCL {
+ public:
+  ProcessGroupNCCL2(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
+      : ProcessGroupNCCL(store, rank, size, std::move(options), true) {}
+
+ private:
+  c10::intrusive_ptr<Backend> make(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+      const c10::intrusive_ptr<Options>& options) override {
+    return c10::make_intrusive<ProcessGroupNCCL2>(store, rank, size, options);
+  }
 };
 
 // ---- for tests: a rank that is late, and a network that breaks
@@ -894,6 +979,7 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SimulatedTimer)
 
 PYBIND11_MODULE(simnccl, module) {
   using Group = simcuda::ProcessGroupNCCL;
+  using Group2 = simcuda::ProcessGroupNCCL2;
   using Options = Group::Options;
   namespace py = pybind11;
 
@@ -934,6 +1020,22 @@ PYBIND11_MODULE(simnccl, module) {
       .def("comm_split_count", [](Group&) { return 0; })
       .def("perform_nocolor_split", [](Group&, const py::object&) {})
       .def_property_readonly("options", &Group::getBackendOptions);
+  auto second = py::class_<Group2, c10::intrusive_ptr<Group2>, c10d::Backend>(module, "ProcessGroupNCCL2");
+  second.attr("Options") = group.attr("Options");
+  second
+      .def(
+          py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                      const c10::intrusive_ptr<Options>& options, const std::optional<at::Device>& device_id) {
+            py::gil_scoped_release release;
+            auto made = c10::make_intrusive<Group2>(store, rank, size, options);
+            made->setBoundDeviceId(device_id);
+            return made;
+          }),
+          py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("device_id") = std::nullopt)
+      .def("_set_default_timeout", &Group2::setTimeout)
+      .def("get_error", &Group2::getError)
+      .def("perform_nocolor_split", [](Group2&, const py::object&) {})
+      .def_property_readonly("options", &Group2::getBackendOptions);
   module.def("hold", &simcuda::hold, py::call_guard<py::gil_scoped_release>());
   module.def("release", &simcuda::release, py::call_guard<py::gil_scoped_release>());
   module.def("break_groups", &simcuda::break_groups, py::call_guard<py::gil_scoped_release>());

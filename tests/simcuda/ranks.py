@@ -62,8 +62,8 @@ class SimulatedRank:
 class SimulatedRanks:
     """The server, seen from pytest."""
 
-    def __init__(self, build: Path) -> None:
-        """Args: build: the folder that `simcuda.build.build` returned."""
+    def __init__(self, build: Path, variables: Mapping[str, str]) -> None:
+        """Args: build: the folder that `simcuda.build.build` returned; variables: of the ranks."""
         from harness.scripts import environment
 
         self._connection, theirs = Pipe()
@@ -75,7 +75,7 @@ class SimulatedRanks:
             stderr=self._output,
             pass_fds=[theirs.fileno()],
             cwd=_TESTS,
-            env=environment({"PYTHONPATH": str(_TESTS)}, "simcuda"),
+            env=environment({"PYTHONPATH": str(_TESTS), **variables}, "simcuda"),
         )
         theirs.close()
         try:
@@ -173,9 +173,9 @@ class SimulatedRanks:
 
 
 @contextlib.contextmanager
-def simulated_ranks(build: Path) -> Iterator[SimulatedRanks]:
-    """A server for the time of a `with`."""
-    server = SimulatedRanks(build)
+def simulated_ranks(build: Path, variables: Mapping[str, str]) -> Iterator[SimulatedRanks]:
+    """A server for the time of a `with`; its ranks have these environment variables."""
+    server = SimulatedRanks(build, variables)
     try:
         yield server
     finally:

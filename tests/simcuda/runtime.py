@@ -260,13 +260,29 @@ def install_nccl(module: ModuleType) -> None:
     from torch.distributed import constants, distributed_c10d
 
     sys.modules["simnccl"] = module
-    module.ProcessGroupNCCL.__module__ = "torch.distributed.distributed_c10d"
-    for namespace in (torch._C._distributed_c10d, distributed_c10d, dist):
-        namespace.ProcessGroupNCCL = module.ProcessGroupNCCL
+    for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2"):
+        made = getattr(module, name)
+        made.__module__ = "torch.distributed.distributed_c10d"
+        for namespace in (torch._C._distributed_c10d, distributed_c10d, dist):
+            setattr(namespace, name, made)
+    # this version of torch makes the group of `nccl` there
+    options = {"Options": module.ProcessGroupNCCL.Options}
+    distributed_c10d.ProcessGroupNCCL = _ChosenClass("ProcessGroupNCCL", (), options)
     distributed_c10d._NCCL_AVAILABLE = True
     for namespace in (constants, distributed_c10d):
         namespace.default_pg_nccl_timeout = timedelta(minutes=10)
     torch.cuda._device_count_nvml = lambda: -1  # it counts the devices of the machine
+
+
+class _ChosenClass(type):
+    """What `nccl` means: the first class, or with TORCH_DIST_USE_NCCL2=1 the second."""
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        is_second = os.environ.get("TORCH_DIST_USE_NCCL2") == "1"
+        return (_nccl().ProcessGroupNCCL2 if is_second else _nccl().ProcessGroupNCCL)(*args, **named)
+
+    def __instancecheck__(cls, made: Any) -> bool:
+        return isinstance(made, (_nccl().ProcessGroupNCCL, _nccl().ProcessGroupNCCL2))
 
 
 # ---- operators that only CUDA has: softmax of halves in float, and what SyncBatchNorm is made of

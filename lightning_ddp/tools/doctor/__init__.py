@@ -21,7 +21,14 @@ import torch.distributed as dist
 
 from lightning_ddp.launch.interface import is_own_address
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import existing_file, format_table, positive_float, positive_int
+from lightning_ddp.tools.command_line import (
+    existing_file,
+    format_table,
+    output_path,
+    positive_float,
+    positive_int,
+)
+from lightning_ddp.tools.doctor.checklist import run_checklist
 from lightning_ddp.tools.doctor.diagnosis import (
     INTERFACE_VARIABLE,
     Answer,
@@ -49,6 +56,7 @@ from lightning_ddp.tools.ranks import RankContext, run_ranks
 
 _LOOPBACK = "127.0.0.1"
 _ADVICE = {
+    "NOT HERE": "nothing could be checked",
     "PASS": "no problem found",
     "WARN": "a run can start; see the lines with WARN",
     "FAIL": "a run would fail; see the lines with FAIL",
@@ -77,6 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with"
             " torch's DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less"
             " than a minute. --processes limits the number of GPUs."
+        ),
+    )
+    parser.add_argument(
+        "--full",
+        nargs="?",
+        type=output_path,
+        const="checklist",
+        metavar="PATH",
+        help=(
+            "with --verify: go through the checklist of a first day on hardware, with each implementation of"
+            " NCCL. Abort groups, and lose ranks in all phases of a step. An item is PASS, FAIL or NOT HERE."
+            " Write PATH.json and PATH.png (default: checklist). Takes up to 9 minutes."
         ),
     )
     parser.add_argument(
@@ -156,7 +176,7 @@ class _Examination:
         )
         try:
             if self._args.verify:
-                self._findings += run_checks(self._args, self._here)
+                self._findings += run_checks(self._args, self._here, run_checklist)
             elif self._args.processes is not None:
                 self._examine_processes(plan)
             elif self._here.world_size > 1:
@@ -298,7 +318,8 @@ class _Examination:
         findings = [*self._findings, *check_answers(answers)]
         if len(answers) > 1:
             findings.append(check_all_reduce(answers))
-        findings.sort(key=lambda finding: LEVELS.index(finding.level))
+        if self._args.full is None:  # a checklist has an order
+            findings.sort(key=lambda finding: LEVELS.index(finding.level))
         if not is_silent:
             layout = _format_json if as_json else format_report
             print(layout(answers, findings), flush=True)

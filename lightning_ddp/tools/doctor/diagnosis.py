@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from lightning_ddp.comm.nccl import CHOICE_VARIABLE, version_problem
 from lightning_ddp.supervise.disagreement import join_ranks
 from lightning_ddp.tools.doctor.machine import Finding, Level
 
@@ -29,6 +30,7 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
     return [
         *_check_versions(answers),
         *_check_devices(answers),
+        *_check_nccl(answers),
         *_check_cpus(answers),
         *_check_variables(answers),
         *_findings_of_others(answers),
@@ -92,6 +94,25 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
     if differing:
         return [Finding("WARN", "devices", f"{differing}; {backend}; the slowest kind sets the pace")]
     return [Finding("PASS", "devices", f"{name_ranks(list(kinds))}: {kinds[answers[0]['rank']]}; {backend}")]
+
+
+def _check_nccl(answers: Sequence[Answer]) -> list[Finding]:
+    """Check the pair of NCCL and its backend in torch, and say where buckets are."""
+    kinds = {a["rank"]: a["nccl"] and f"NCCL {a['nccl']} by {a['implementation']}" for a in answers}
+    if (differing := _differing(kinds)) is not None:
+        message = f"{differing}. Install one version, and set the same {CHOICE_VARIABLE}"
+        return [Finding("FAIL", "NCCL", message)]
+    first = answers[0]
+    if first["nccl"] is None:
+        return []
+    problem = version_problem([int(part) for part in first["nccl"].split(".")[:3]])
+    text = kinds[first["rank"]] + ("" if problem is None else f": {problem}, which on_failure needs")
+    findings = [Finding("PASS" if problem is None else "WARN", "NCCL", text)]
+    if "bucket_memory" in first:
+        why = first["bucket_memory"]
+        place = "registered with NCCL; with on_failure plain" if why is None else f"plain: {why}"
+        findings.append(Finding("PASS", "bucket memory", place))
+    return findings
 
 
 def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:

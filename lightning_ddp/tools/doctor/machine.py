@@ -18,14 +18,15 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.comm.group import InThread
+from lightning_ddp.comm.nccl import default_implementation
 from lightning_ddp.errors import ConfigurationError, LightningDDPError
 from lightning_ddp.launch.environment import nodes_of, variables_by_hand
 from lightning_ddp.launch.interface import interfaces, route_to
 from lightning_ddp.tools.command_line import installed_version
 
 T = TypeVar("T")
-Level = Literal["PASS", "WARN", "FAIL"]
-LEVELS: tuple[Level, ...] = ("PASS", "WARN", "FAIL")
+Level = Literal["NOT HERE", "PASS", "WARN", "FAIL"]
+LEVELS: tuple[Level, ...] = ("NOT HERE", "PASS", "WARN", "FAIL")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * has_cuda)],
         "backend": "nccl" if has_nccl else "gloo",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "implementation": default_implementation().name if has_nccl else None,
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "variables": {
             name: value

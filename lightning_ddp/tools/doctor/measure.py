@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import new_gloo, new_nccl
+from lightning_ddp._torch import new_gloo
+from lightning_ddp.comm.nccl import connect, memory_problem
 from lightning_ddp.tools.doctor.machine import gather_facts
 from lightning_ddp.tools.ranks import synchronize
 
@@ -52,7 +53,8 @@ def examine(
     if has_device.item():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        group = new_nccl(dist.PrefixStore("nccl", store), rank, world_size, limit)
+        group = connect(dist.PrefixStore("nccl", store), rank, world_size, limit, device)
+        answer["bucket_memory"] = memory_problem(group, device)
     tensor = torch.zeros(max(1, plan.num_bytes // 4), device=device)
     seconds = [_all_reduce(group, tensor, limit) for _ in range(_NUM_WARM_UPS + _NUM_REPEATS)]
     slowest = torch.tensor([statistics.median(seconds[_NUM_WARM_UPS:])], dtype=torch.float64)

@@ -202,6 +202,12 @@ def verdict_key(name: str, rank: int) -> str:
     return f"verdict/{name}/{rank}"
 
 
+def store_verdict(context: RankContext, name: str, verdict: Verdict) -> None:
+    """Store this rank's verdict, and count a unit of progress."""
+    context.store.set(verdict_key(name, context.rank), verdict.to_json())
+    context.advance()
+
+
 def run_trials(context: RankContext, names: Sequence[str]) -> None:
     """Run trials; store each verdict at once, so that those before a hang are not lost.
 
@@ -216,9 +222,8 @@ def run_trials(context: RankContext, names: Sequence[str]) -> None:
         verdict = Verdict()
         trials[name](ranks, verdict)
         synchronize(context.device)
-        context.store.set(verdict_key(name, context.rank), verdict.to_json())
+        store_verdict(context, name, verdict)
         dist.barrier()
-        context.advance()
 
 
 # ---------------------------------------------------------------------- training

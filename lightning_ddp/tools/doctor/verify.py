@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from lightning_ddp.tools.doctor.diagnosis import by_value, name_ranks
 from lightning_ddp.tools.doctor.machine import Finding, Placement
 from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of, verdict_key
 from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
-from lightning_ddp.tools.scripts import run_to_fault
+from lightning_ddp.tools.scripts import FailedRun, run_to_fault
 
 KILLED: Final = "killed rank"
 """Name of the check that kills a rank of a script."""
@@ -32,7 +33,7 @@ _MOST_TEXT = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings:
+class Settings:
     """Settings of all checks."""
 
     world_size: int
@@ -43,10 +44,15 @@ class _Settings:
     """Python file that each rank runs first, or None."""
 
 
-def run_checks(args: argparse.Namespace, placement: Placement) -> list[Finding]:
+def run_checks(
+    args: argparse.Namespace,
+    placement: Placement,
+    run_full: Callable[[Settings, Sequence[str], Path], list[Finding]],
+) -> list[Finding]:
     """Run the chosen checks on all GPUs, else on two CPU ranks, and return one finding for each.
 
-    Leaves no process. Is refused to a process that was started with others.
+    Leaves no process. Is refused to a process that was started with others. With `args.full`, the path of its
+    files, `run_full` runs the checklist instead.
     """
     num_gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if num_gpus else "cpu")
@@ -63,16 +69,18 @@ def run_checks(args: argparse.Namespace, placement: Placement) -> list[Finding]:
         )
     elif device == "cuda" and num_gpus < world_size:
         problem = f"{world_size} ranks need as many GPUs, found {num_gpus}: see --processes and --device cpu"
-    elif not names:
+    elif not names and args.full is None:
         problem = f"no check begins with {' or '.join(chosen)}"
     if problem:
         return [Finding("FAIL", "verify", problem)]
-    settings = _Settings(world_size=world_size, device=device, timeout_s=args.timeout_s, preload=args.preload)
+    settings = Settings(world_size=world_size, device=device, timeout_s=args.timeout_s, preload=args.preload)
+    if args.full is not None:
+        return run_full(settings, chosen, args.full)
     remaining = [name for name in names if name in trials]
     findings: list[Finding] = []
     with progress_bar(len(names), "verify") as bar:
         for _ in range(_MOST_STARTS):
-            found = list(_try(settings, remaining, bar)) if remaining else []
+            found = list(try_in_ranks(settings, remaining, bar)) if remaining else []
             findings += found
             remaining = remaining[len(found) :]
         findings += [Finding("FAIL", name, f"not run, after {_MOST_STARTS} failures") for name in remaining]
@@ -84,7 +92,7 @@ def run_checks(args: argparse.Namespace, placement: Placement) -> list[Finding]:
     return findings
 
 
-def _watcher(settings: _Settings, store: Any, bar: Any) -> Callable[[int], None]:
+def _watcher(settings: Settings, store: Any, bar: Any) -> Callable[[int], None]:
     """Return a callback that raises once a trial takes too long or a rank has failed."""
     has_started, since = False, time.monotonic()
 
@@ -104,17 +112,19 @@ def _watcher(settings: _Settings, store: Any, bar: Any) -> Callable[[int], None]
     return look
 
 
-def _try(settings: _Settings, names: Sequence[str], bar: Any) -> Iterator[Finding]:
+def try_in_ranks(
+    settings: Settings, names: Sequence[str], bar: Any, worker: Callable[..., None] = run_trials
+) -> Iterator[Finding]:
     """Run trials in new processes; yield a finding for each, up to a trial that stopped the ranks."""
     # Waits in the ranks must not time out before the deadline here.
     longest_s = settings.timeout_s * (len(names) + 2 * _STARTING)
     store = host_store(longest_s)
     # A fork saves the imports, but CUDA, which the search for GPUs initializes, does not support it.
-    start_method = "spawn" if settings.device == "cuda" or torch.cuda.is_initialized() else "fork"
+    start_method = "spawn" if settings.device != "cpu" or torch.cuda.is_initialized() else "fork"
     problem: str | None = None
     try:
         run_ranks(
-            run_trials,
+            worker,
             tuple(names),
             world_size=settings.world_size,
             device=settings.device,
@@ -125,7 +135,7 @@ def _try(settings: _Settings, names: Sequence[str], bar: Any) -> Iterator[Findin
             start_method=start_method,
         )
     except ToolError as error:
-        problem = _shorten(str(error))
+        problem = shorten(str(error))
     for name in names:
         ranks = range(settings.world_size)
         keys = {r: verdict_key(name, r) for r in ranks}
@@ -147,13 +157,13 @@ def _try(settings: _Settings, names: Sequence[str], bar: Any) -> Iterator[Findin
             yield Finding("PASS", name, first["figure"])
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
     """Return the first line of an error, and the last, which has the exception."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:_MOST_TEXT]
 
 
-def _kill_a_rank(settings: _Settings) -> Finding:
+def _kill_a_rank(settings: Settings) -> Finding:
     """Kill a rank of a script; check that all others name it and all processes exit."""
     victim = settings.world_size - 1
     if not victim:
@@ -169,9 +179,22 @@ def _kill_a_rank(settings: _Settings) -> Finding:
             preload=settings.preload,
         )
     except ToolError as error:
-        return Finding("FAIL", KILLED, _shorten(str(error)))
+        return Finding("FAIL", KILLED, shorten(str(error)))
+    problem = stop_problem(found, victim, settings.world_size)
+    if problem:
+        return Finding("FAIL", KILLED, f"rank {victim} was killed in training: {problem}")
+    return Finding(
+        "PASS",
+        KILLED,
+        f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names"
+        f" it within {max(found.learned_s):.2f} s, all processes had exited after {found.gone_s:.2f} s",
+    )
+
+
+def stop_problem(found: FailedRun, victim: int, world_size: int) -> str | None:
+    """Return what is wrong with a script that had to end because of a rank; None if nothing is."""
     expected = f"PeerFailure of {victim}"
-    raised = {rank: found.raised.get(rank, "nothing") for rank in range(victim)}
+    raised = {rank: found.raised.get(rank, "nothing") for rank in range(world_size) if rank != victim}
     problems = [
         f"rank {rank} raised {what}, expected {expected}" for rank, what in raised.items() if what != expected
     ]
@@ -179,11 +202,4 @@ def _kill_a_rank(settings: _Settings) -> Finding:
         problems.append(f"{found.num_left} processes were left after {found.gone_s:.0f} s and were killed")
     if found.exit_code == 0:
         problems.append("the script ended with exit code 0")
-    if problems:
-        return Finding("FAIL", KILLED, f"rank {victim} was killed in training: {'; '.join(problems)}")
-    return Finding(
-        "PASS",
-        KILLED,
-        f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names"
-        f" it within {max(found.learned_s):.2f} s, all processes had exited after {found.gone_s:.2f} s",
-    )
+    return "; ".join(problems) or None

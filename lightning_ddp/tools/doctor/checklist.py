@@ -1,0 +1,308 @@
+"""`doctor --verify --full`: the checklist of a first day on hardware, item by item, on each backend.
+
+An item answers PASS, FAIL or NOT HERE, with a figure. Items share runs: a drill with process groups, and the
+trials of `doctor --verify`. Others start a script in which a rank fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp.comm import nccl
+from lightning_ddp.telemetry.timeline import load_folder
+from lightning_ddp.tools import ToolError
+from lightning_ddp.tools.command_line import progress_bar
+from lightning_ddp.tools.doctor.drill import DRILLS, run_drill
+from lightning_ddp.tools.doctor.machine import Finding, Level, gather_facts
+from lightning_ddp.tools.doctor.trials import HOST_WAITS, trials_of
+from lightning_ddp.tools.doctor.verify import Settings, shorten, stop_problem, try_in_ranks
+from lightning_ddp.tools.drawing import draw_bars, save_panels
+from lightning_ddp.tools.ranks import run_ranks
+from lightning_ddp.tools.recorded_run import RecordSettings, host_advice, record_steps
+from lightning_ddp.tools.scripts import RUN, FailedRun, run_to_fault
+
+_STALL_S: Final = 4.0
+_MOST_DRAWN: Final = 60
+_MOMENTS: Final = ("idle", "all-reduce", "backward", "optimizer")
+_REPLACED: Final = {"on_failure": "replace", "num_steps": 600, "step_s": 0.05, "launcher": RUN}
+_FORENSICS: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "NCCL_DEBUG": "WARN"}
+_WRONG: Final = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch loses device_id with it"),
+    "TORCH_INCLUDE_STACK_TRACE": ("TRUE", "stacks need the interpreter's lock, and may deadlock"),
+}
+"""Variables with values that break something, and what."""
+
+
+class _NotHere(Exception):
+    """An item that this machine has no use for, or not enough of."""
+
+
+class _Site:
+    """A backend on this machine, with the results of runs that several items share."""
+
+    def __init__(self, backend: str, settings: Settings) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.size = settings.world_size
+        self.has_nccl = nccl.is_nccl(backend)
+        self.facts = gather_facts(os.environ, rank=0, local_rank=0)
+
+    @cached_property
+    def drilled(self) -> dict[str, Finding]:
+        with progress_bar(0, "drill", is_shown=False) as bar:
+            return {found.check: found for found in try_in_ranks(self.settings, [*DRILLS], bar, run_drill)}
+
+    def tried(self, names: Sequence[str], variables: Mapping[str, str] = {}) -> str:
+        """Run trials; return their figure, or their number if there are several."""
+        with progress_bar(0, "trials", is_shown=False) as bar, _set(variables):
+            found = list(try_in_ranks(self.settings, names, bar))
+        failed = [f"{finding.check}: {finding.message}" for finding in found if finding.level == "FAIL"]
+        if failed or len(found) < len(names):
+            raise ToolError("; ".join(failed))
+        return found[0].message if len(found) == 1 else f"{len(found)} trials"
+
+    def fail(self, fault: str, **more: Any) -> FailedRun:
+        """Run a script in which a rank fails, by default the last."""
+        device = self.settings.device
+        if self.size < 2:
+            raise _NotHere("one rank has no peers")
+        if device == "cuda:0" and more.get("on_failure") == "replace":
+            raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
+        if device == "cuda:0":  # each rank is a node of its own, so that all may have that GPU
+            more |= {"function": "train_on_nodes", "num_nodes": self.size, "devices": 1, "backend": "gloo"}
+        arguments = {"victim": self.size - 1, "preload": self.settings.preload, **more}
+        kind, limit_s = device.partition(":")[0], 2 * self.settings.timeout_s
+        return run_to_fault(
+            "custom_ddp", self.size, fault=fault, timeout_s=limit_s, accelerator=kind, **arguments
+        )
+
+
+@contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that start in this context."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+# ---------------------------------------------------------------------- the items
+
+
+def _versions(site: _Site) -> str:
+    driver = "none"
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        driver = answer.split()[0]
+    return f"torch {torch.__version__}, {site.backend}, NCCL {site.facts['nccl']}, driver {driver}"
+
+
+def _nccl_version(site: _Site) -> str:
+    if not site.has_nccl:
+        raise _NotHere("no NCCL")
+    found: str = site.facts["nccl"]
+    problem = nccl.version_problem([int(part) for part in found.split(".")[:3]])
+    if problem is not None:
+        raise ToolError(f"NCCL {found}: {problem}")
+    return found
+
+
+def _variable(site: _Site, name: str) -> str:
+    value, (wrong, why) = os.environ.get(name, "not set"), _WRONG[name]
+    if value.upper() in (wrong, "1"):
+        raise ToolError(f"{name}={value}: {why}. Unset it")
+    missing = [f"{name}={value}" for name, value in _FORENSICS.items() if name not in os.environ]
+    return f"{name} {value}; for a report of a hang also set {' '.join(missing) or 'nothing'}"
+
+
+def _watchdog(site: _Site) -> str:
+    right = nccl.WATCHDOG_VARIABLES
+    changed = {name: os.environ[name] for name in right if os.environ.get(name, right[name]) != right[name]}
+    if changed:
+        raise ToolError(f"{changed}: NCCL's watchdog would end a process that loses a peer. Unset them")
+    return f"set with on_failure: {nccl.WATCHDOG_VARIABLES}"
+
+
+def _drilled(site: _Site, name: str, *, needs_device: bool = False) -> str:
+    if needs_device and site.settings.device == "cpu":
+        raise _NotHere("no GPU")
+    found = site.drilled.get(name)
+    if found is None or found.level == "FAIL":
+        raise ToolError("not run, as the drill had stopped before" if found is None else found.message)
+    return found.message
+
+
+def _hangs(site: _Site) -> str:
+    raise _NotHere("an abort cannot be made to hang; a run ends 20 s after one that does, and says so")
+
+
+def _trials(site: _Site, *, is_parity: bool) -> str:
+    names = [name for name in trials_of(site.settings.device.partition(":")[0]) if name != "step time"]
+    names = [name for name in names if site.has_nccl or name != HOST_WAITS]
+    return site.tried([name for name in names if name.startswith("gradients") == is_parity])
+
+
+def _step_time(site: _Site) -> str:
+    values = ("0", "1") if site.has_nccl else ("0",)
+    figures = [site.tried(["step time"], {nccl.MEMORY_VARIABLE: value}) for value in values]
+    return f"; with {nccl.MEMORY_VARIABLE}=1 ".join(figures)
+
+
+def _host_time(site: _Site) -> str:
+    if site.settings.device == "cpu":
+        raise _NotHere("the device is the host")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = RecordSettings(model="convbn40", folder=folder, num_steps=20)
+        options: dict[str, Any] = {"device": site.settings.device, "timeout_s": 4 * site.settings.timeout_s}
+        run_ranks(record_steps, settings, world_size=site.size, **options)
+        advice = host_advice(load_folder(Path(folder))[0].steps)
+    num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    return f"convbn40, {num_nodes} NUMA nodes: {advice or 'the GPU does not wait for the host'}"
+
+
+def _slow_link(site: _Site) -> str:
+    if not site.has_nccl or site.size < 2:
+        raise _NotHere("needs NCCL and two GPUs")
+    return site.tried(["hook fp16", "hook int8", "hook powersgd"], {"NCCL_P2P_DISABLE": "1"})
+
+
+def _stops(site: _Site, fault: str = "kill", *, needs_device: bool = False, **more: Any) -> str:
+    """Check that all ranks stop because of one."""
+    if needs_device and site.settings.device == "cpu":
+        raise _NotHere("no GPU")
+    found = site.fail(fault, **more)
+    problem = stop_problem(found, more.get("victim", site.size - 1), site.size)
+    if problem is not None:
+        raise ToolError(problem)
+    return f"named after {max(found.learned_s):.2f} s, all gone after {found.gone_s:.2f} s"
+
+
+def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1) -> str:
+    """Check that the other ranks train on, in a script for each fault."""
+    if site.size < least:
+        raise _NotHere(f"needs {least} ranks")
+    figures = []
+    for given in faults:
+        found = site.fail(**{"fault": "kill", "on_failure": "shrink", **given})
+        if found.exit_code or found.num_left or not found.resumed_s or len(found.regroups_s) < num_regroups:
+            raise ToolError(
+                f"{given}: exit code {found.exit_code}, {len(found.regroups_s)} of {num_regroups} recoveries,"
+                f" {found.num_left} processes left, raised {found.raised or 'nothing'}"
+            )
+        figures.append(f"{given.get('moment', 'forward')} {found.resumed_s:.2f} s")
+    return f"next step after: {', '.join(figures)}"
+
+
+def _nodes(site: _Site) -> str:
+    if site.settings.device != "cpu":
+        raise _NotHere("start a script on two nodes, or in two containers, by hand")
+    return _stops(site, function="train_on_nodes", num_nodes=site.size, devices=1)
+
+
+ITEMS: Final[Mapping[str, Callable[[_Site], str]]] = {
+    "1 versions": _versions,
+    "2 NCCL version": _nccl_version,
+    "3 debug level": partial(_variable, name="TORCH_DISTRIBUTED_DEBUG"),
+    "4 watchdog": _watchdog,
+    "5 forensics": partial(_variable, name="TORCH_INCLUDE_STACK_TRACE"),
+    "6 abort of all groups": partial(_drilled, name="abort"),
+    "7 nothing destroyed after it": partial(_drilled, name="rejoin"),
+    "8 abort that hangs": _hangs,
+    "9 death before the group": partial(_stops, moment="start"),
+    "10 abort in backward": partial(_stops, moment="backward"),
+    "11 messages of pairs": partial(_drilled, name="communicate"),
+    "12 abort behind kernels": partial(_drilled, name="abort", needs_device=True),
+    "13 device after an abort": partial(_drilled, name="rejoin", needs_device=True),
+    "14 memory kept": partial(_drilled, name="repeat"),
+    "15 first group": partial(_drilled, name="begin"),
+    "16 two communicators": partial(_drilled, name="communicate"),
+    "17 hooks and averagers": partial(_trials, is_parity=False),
+    "18 parity with torch": partial(_trials, is_parity=True),
+    "19 step time": _step_time,
+    "20 host time": _host_time,
+    "21 slow link": _slow_link,
+    "22 exception": partial(_stops, fault="exception"),
+    "23 SIGKILL": lambda site: _continues(site, *({"moment": moment} for moment in _MOMENTS)),
+    "24 SIGSTOP": lambda site: _continues(site, {"fault": "stop", "stall_s": _STALL_S}),
+    "25 out of memory": partial(_stops, fault="memory", needs_device=True),
+    "26 illegal address": partial(_stops, fault="address", needs_device=True),
+    "27 death of rank 0": partial(_stops, victim=0),
+    "28 two at once": lambda site: _continues(site, {"num_victims": 2}, least=3),
+    "29 replacement": lambda site: _continues(site, _REPLACED, num_regroups=2),
+    "30 many recoveries": partial(_drilled, name="repeat"),
+    "31 two nodes": _nodes,
+}
+"""Items in the order of the day, by number and name: functions that return a figure, or raise."""
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[Finding]:
+    """Run the items whose names begin with one of `only`, or all, on each backend; leave no process.
+
+    `path` gets the suffixes of a JSON file and of a picture, which needs matplotlib.
+    """
+    findings: list[Finding] = []
+    seconds: dict[str, float] = {}
+    begins = tuple(only) or ("",)
+    chosen = {name: item for name, item in ITEMS.items() if name.partition(" ")[2].startswith(begins)}
+    if not chosen:
+        return [Finding("FAIL", "verify", f"no item begins with {' or '.join(only)}")]
+    with progress_bar(len(chosen), "checklist") as bar:
+        for site, variables in _sites(settings):
+            for name, item in chosen.items():
+                start = time.monotonic()
+                with _set(variables):
+                    level, message = _answer(site, item)
+                findings.append(Finding(level, f"{name}, {site.backend}", message))
+                seconds[findings[-1].check] = time.monotonic() - start
+                bar.update()
+    rows = [{**vars(finding), "seconds": seconds[finding.check]} for finding in findings]
+    facts = gather_facts(os.environ, rank=0, local_rank=0)
+    path.with_suffix(".json").write_text(json.dumps({"facts": facts, "items": rows}, indent=2))
+    with suppress(ModuleNotFoundError):  # matplotlib is optional
+        bars = {check: [value] for check, value in seconds.items()}
+        texts = {finding.check: f"{finding.level}: {finding.message[:_MOST_DRAWN]}" for finding in findings}
+        draw = partial(draw_bars, rows=bars, texts=texts, unit="seconds")
+        size = {"height": 1 + 0.32 * len(findings), "width": 12.0}
+        save_panels(path.with_suffix(".png"), {"": draw}, title="doctor --verify --full", **size)
+    return findings
+
+
+def _answer(site: _Site, item: Callable[[_Site], str]) -> tuple[Level, str]:
+    try:
+        return "PASS", item(site)
+    except _NotHere as reason:
+        return "NOT HERE", str(reason)
+    except ToolError as error:
+        return "FAIL", shorten(str(error))
+
+
+def _sites(settings: Settings) -> Iterator[tuple[_Site, dict[str, str]]]:
+    """Yield the backends of this machine, each with the variables that choose it."""
+    if settings.device == "cpu":
+        yield _Site("gloo", settings), {}
+        return
+    for number, each in enumerate(nccl.IMPLEMENTATIONS):
+        if hasattr(dist, each.class_name):
+            yield _Site(each.name, settings), {nccl.CHOICE_VARIABLE: str(1 - number)}
+    if settings.world_size == 1:
+        yield _Site("gloo", replace(settings, device="cuda:0", world_size=2)), {}
