@@ -27,8 +27,9 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors and numbers, by name."""
 _SHARDED = ("ZeroRedundancyOptimizer", "DistributedOptimizer")
 """Optimizers in which each rank has the state of a part of the parameters only."""
-_MOST_TENSORS, _MOST_SCALARS = {"cpu": 16, "cuda": 8}, 64
-"""Most tensors in a slice, which take 2 us each or, on a device, 8, and most with one element."""
+_MOST_TENSORS, _MOST_SCALARS = 8, 64
+"""Most tensors in a slice, which take some 5 us each, and most with one element."""
+_MOST_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 _MOST_KEPT = 2048
 """Hashes that are kept: of a second or two, also where steps are very short."""
 
@@ -96,16 +97,16 @@ def _slices(tensors: Mapping[str, Tensor], *, num_slices: int, most_bytes: int |
         kind, is_plain = tensor.device.type, type(tensor) in (Tensor, torch.nn.Parameter)
         if is_plain and tensor.layout is torch.strided and kind in ("cpu", "cuda") and tensor.numel():
             is_scalar = tensor.numel() == 1 and kind == "cpu" and not tensor.is_complex()
-            limit = most_bytes or (1 if kind == "cpu" else 64) << 20
+            limit = most_bytes or _MOST_BYTES[kind]
             alike[tensor.device, tensor.dtype if is_scalar else None, limit] += _cut(name, tensor, limit)
     found = []
-    for (device, scalar_type, limit), pieces in alike.items():
+    for (_, scalar_type, limit), pieces in alike.items():
         if scalar_type is not None:
             found += [
                 _Slice(names, partial(_scalars, part)) for names, part in _pack(pieces, _MOST_SCALARS, limit)
             ]
         else:
-            size = min(_MOST_TENSORS[device.type], -(-len(pieces) // max(1, num_slices - len(found))))
+            size = min(_MOST_TENSORS, -(-len(pieces) // max(1, num_slices - len(found))))
             found += [_Slice(names, _Sums(part)) for names, part in _pack(pieces, size, limit)]
     return found
 
@@ -194,7 +195,7 @@ class StateHasher:
     Args:
         read: returns the state that has to be equal; called once a cycle.
         num_slices: steps in which all of the state is hashed, unless a slice would be too large.
-        most_bytes: most bytes in a slice; None for 1 MiB on the CPU and 64 MiB on a device.
+        most_bytes: most bytes in a slice; None for 256 KiB on the CPU and 64 MiB on a device.
     """
 
     def __init__(self, read: Callable[[], State], num_slices: int, most_bytes: int | None) -> None:

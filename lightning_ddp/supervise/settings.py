@@ -105,7 +105,7 @@ class ReplicaCheckSettings:
     cycle_steps: int = 16
     """Number of steps in which all of the state is hashed once, if the limit of `mb_per_step` allows it."""
     mb_per_step: float | None = None
-    """Most MiB that are hashed in a step; None for 1 on the CPU and 64 on a device."""
+    """Most MiB that are hashed in a step; None for 0.25 on the CPU and 64 on a device."""
 
     def __post_init__(self) -> None:
         is_right = type(self.cycle_steps) is int and self.cycle_steps >= 1
