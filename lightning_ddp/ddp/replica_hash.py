@@ -27,8 +27,8 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors and numbers, by name."""
 _SHARDED = ("ZeroRedundancyOptimizer", "DistributedOptimizer")
 """Optimizers in which each rank has the state of a part of the parameters only."""
-_MOST_TENSORS, _MOST_SCALARS = 8, 64
-"""Most tensors in a slice, which take some 5 us each, and most with one element."""
+_MOST_TENSORS, _MOST_SCALARS = 6, 64
+"""Most tensors in a slice, which take some 10 us each in a run, and most with one element."""
 _MOST_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 _MOST_KEPT = 2048
 """Hashes that are kept: of a second or two, also where steps are very short."""
