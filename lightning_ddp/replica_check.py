@@ -55,6 +55,8 @@ class ReplicaCheck:
         limit = settings.mb_per_step
         most_bytes = None if limit is None else max(8, int(limit * 1024 * 1024))
         self._hasher = StateHasher(self._read, settings.cycle_steps, most_bytes)
+        self._present: Sequence[Replica] = []
+        """Models of the present cycle."""
         self._scope: list[Equal] = []
         self._trained: frozenset[str] = frozenset()
         """Names of the parameters that were compared in the last cycle."""
@@ -70,9 +72,9 @@ class ReplicaCheck:
 
     def after_step(self, step: int) -> None:
         """Hash a slice of the state of all ranks after `step` optimizer steps, unless it may differ."""
-        replicas = self._replicas()
-        scope = [each.communication.equal_after_step for each in replicas]
-        is_on_device = any(each.wrapper.device.type == "cuda" for each in replicas)
+        self._present = self._present or self._replicas()
+        scope = [each.communication.equal_after_step for each in self._present]
+        is_on_device = bool(scope) and self._present[0].wrapper.device.type == "cuda"
         if Equal.NOTHING in scope or (is_on_device and torch.cuda.is_current_stream_capturing()):
             return
         generation = self._control.calls.state.generation if self._control.calls is not None else 0
@@ -89,7 +91,7 @@ class ReplicaCheck:
 
     def release(self) -> None:
         """Let go of the models, at the end of the run; what was hashed can still be asked for."""
-        self._replicas, self._facts = list, dict
+        self._replicas, self._facts, self._present = list, dict, []
         self._hasher.release()
 
     # ------------------------------------------------------------------ what is compared
@@ -98,7 +100,8 @@ class ReplicaCheck:
         """Return the tensors and numbers that have to be equal, at the beginning of a cycle."""
         tensors: dict[str, Tensor] = {}
         numbers = dict(self._facts())
-        replicas, averaged = self._replicas(), set[str]()
+        replicas = self._present = self._replicas()
+        averaged: set[str] = set()
         trained: list[str] = []
         for position, (wrapper, communication, optimizers) in enumerate(replicas):
             prefix = f"model {position}: " if len(replicas) > 1 else ""

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,15 +162,14 @@ class _Sums:
 
 
 def _scalars(pieces: Sequence[tuple[str, Tensor, slice]]) -> Tensor:
-    values = torch.stack([tensor.detach().reshape(1) for _, tensor, _ in pieces])
+    values = torch.stack([tensor.detach().reshape(()) for _, tensor, _ in pieces])
     return values.view((torch.uint8, torch.int16, torch.int32, torch.int64)[values.itemsize.bit_length() - 1])
 
 
 # ---------------------------------------------------------------------- hashes of a run
 
 
-@dataclass(frozen=True)
-class Hashed:
+class Hashed(NamedTuple):
     """A slice after a step."""
 
     number: int
@@ -230,21 +229,28 @@ class StateHasher:
             self._read_all()
         if not self.cycle:
             return
-        part, event = self.cycle[self._position], None
+        part = self.cycle[self._position]
         self._position, self.num_hashed = self._position + 1, self.num_hashed + 1
         values = part.compute()
+        make: Callable[[tuple[int, ...]], Hashed]
+        make = partial(Hashed, self.num_hashed, step, part.names, part.is_state)
+        if values.device.type != "cuda" and not self._queued:
+            self._keep(make(tuple(values.tolist())))
+            return
+        event = None
         if values.device.type == "cuda":
             on_device, event = values, torch.cuda.Event()
             values = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True)
             values.copy_(on_device, non_blocking=True)
             event.record(torch.cuda.current_stream(on_device.device))
-        self._queued.append(
-            (partial(Hashed, self.num_hashed, step, part.names, part.is_state), values, event)
-        )
+        self._queued.append((make, values, event))
         while self._queued and (self._queued[0][2] is None or self._queued[0][2].query()):
             make, values, _ = self._queued.popleft()
-            self._kept.append(hashed := make(tuple(values.flatten().tolist())))
-            self._fresh.append(hashed)
+            self._keep(make(tuple(values.tolist())))
+
+    def _keep(self, hashed: Hashed) -> None:
+        self._kept.append(hashed)
+        self._fresh.append(hashed)
 
     def _read_all(self) -> None:
         """Begin a cycle."""
@@ -285,7 +291,7 @@ def differing_state(group: Group, state: State, device: torch.device) -> dict[st
     mine: dict[str, list[int]] = defaultdict(list)
     tensors, numbers = state
     for part in [*_slices(tensors, num_slices=1, most_bytes=None), _numbers_slice(numbers)]:
-        for name, value in zip(part.names, part.compute().flatten().tolist(), strict=True):
+        for name, value in zip(part.names, part.compute().tolist(), strict=True):
             mine[name].append(value)
     everyone = all_gather_objects(group, dict(mine), device)
     names = dict.fromkeys(name for each in everyone for name in each)
