@@ -206,6 +206,23 @@ def test_a_default_device_and_tensors_of_other_classes_do_not_matter() -> None:
     assert len(hasher.take_fresh()) == 4
 
 
+def test_state_of_an_optimizer_may_be_anything() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], 0.5)
+    optimizer.state[parameter] = {
+        "list": [torch.ones(1), 3, None],
+        "text": "x",
+        "function": print,
+        "flag": True,
+    }
+    other = nn.Parameter(torch.ones(2))
+    optimizer.state |= {other: object(), "shared": {"count": 7}}
+    tensors, numbers = state_of_optimizers([optimizer], {id(parameter): "w", id(other): "v"})
+    assert list(tensors) == ["list of w[0]"]
+    assert {k: v for k, v in numbers.items() if " of w" in k} == {"list of w[1]": 3, "flag of w": True}
+    assert numbers["lr of parameter group 0"] == 0.5
+
+
 def test_state_that_was_replaced_is_hashed_from_the_next_cycle_on_and_data_at_once() -> None:
     state = {"a": torch.ones(3), "b": nn.Parameter(torch.ones(3))}
     hasher = StateHasher(lambda: (dict(state), {}), 2, None)

@@ -63,7 +63,7 @@ def state_of_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> 
                     numbers |= _flat(f"{key} of parameter group {index}{suffix}", value)
         of_all = {} if type(optimizer).__name__ in _SHARDED else optimizer.state
         for parameter, state in of_all.items():
-            if id(parameter) in names:
+            if id(parameter) in names and isinstance(state, Mapping):
                 for key, value in state.items():
                     tensors |= _flat(f"{key} of {names[id(parameter)]}{suffix}", value)
     return (
