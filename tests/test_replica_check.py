@@ -223,6 +223,21 @@ def test_state_of_an_optimizer_may_be_anything() -> None:
     assert numbers["lr of parameter group 0"] == 0.5
 
 
+def test_one_of_many_numbers_is_named() -> None:
+    hashers = [
+        StateHasher(lambda rank=rank: ({}, {f"lr {n}": n + rank * (n == 150) for n in range(200)}), 16, None)
+        for rank in range(2)
+    ]
+    for step, hasher in itertools.product(range(4), hashers):
+        hasher.hash_next(step)
+    assert [len(part.names) for part in hashers[0].cycle] == [64, 64, 64, 8]
+    one, other = (hasher.take_fresh() for hasher in hashers)
+    assert [number for number in one if one[number] != other[number]] == [3]
+    found, _ = hashers[0].find(3)
+    assert found is not None
+    assert "lr 150" in found.names
+
+
 def test_state_that_was_replaced_is_hashed_from_the_next_cycle_on_and_data_at_once() -> None:
     state = {"a": torch.ones(3), "b": nn.Parameter(torch.ones(3))}
     hasher = StateHasher(lambda: (dict(state), {}), 2, None)
@@ -310,6 +325,18 @@ def test_a_rank_that_has_parted_is_named_once_and_the_others_are_compared_on() -
     assert send(3, 3, 9, number=2) == []
     assert comparison.due(9.0) is None
     assert send(3, 4, 9, number=3) == [0, 1]
+
+
+def test_a_difference_that_all_have_forgotten_is_asked_for_once_more() -> None:
+    comparison = ReplicaComparison(range(2))
+    for number in (4, 5):
+        out = [comparison.handle(rank, StateHashes(0, 1, {number: rank}), 0.0) for rank in range(2)]
+        assert [rank for messages in out for rank, _ in messages] == [0, 1]
+        for rank in range(2):
+            is_known = number == 5
+            more = {} if is_known else {"names": (), "values": ()}
+            comparison.handle(rank, answer_of(number, rank, **more), 0.0)
+        assert (comparison.due(0.0) is not None) == is_known
 
 
 def test_ranks_that_do_not_answer_are_left_out() -> None:

@@ -40,7 +40,7 @@ _OWN_ERROR = re.compile(r"Duplicate GPU|is bound to device|Expected .*tensor on 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """What differs between the implementations."""
+    """One implementation of NCCL in torch."""
 
     name: str
     """Name by which torch makes this one, whatever 'nccl' means."""

@@ -111,11 +111,12 @@ def _slices(tensors: Mapping[str, Tensor], *, num_slices: int, most_bytes: int |
     return found
 
 
-def _numbers_slice(numbers: Mapping[str, Any]) -> _Slice:
-    values = torch.tensor([*map(float, numbers.values())], dtype=torch.float64, device="cpu").view(
-        torch.int64
-    )
-    return _Slice(tuple(numbers), lambda: values, is_state=False)
+def _number_slices(numbers: Mapping[str, Any]) -> list[_Slice]:
+    names = [*numbers]
+    values = torch.tensor([*map(float, numbers.values())], dtype=torch.float64, device="cpu")
+    parts = [slice(start, start + _MOST_SCALARS) for start in range(0, len(names), _MOST_SCALARS)]
+    words = values.view(torch.int64)
+    return [_Slice(tuple(names[part]), partial(words.__getitem__, part), is_state=False) for part in parts]
 
 
 def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, slice]]:
@@ -260,7 +261,7 @@ class StateHasher:
         if not is_known or any(a is not b or n != m for (n, a), (m, b) in zip(known, self._of, strict=True)):
             self._of = known
             self._parts = _slices(tensors, num_slices=self._num_slices, most_bytes=self._most_bytes)
-        self.cycle = [_numbers_slice(numbers), *self._parts] if numbers else self._parts
+        self.cycle = [*_number_slices(numbers), *self._parts]
         self._position = 0
 
     # ------------------------------------------------------------------ also in other threads
@@ -290,7 +291,7 @@ def differing_state(group: Group, state: State, device: torch.device) -> dict[st
     """
     mine: dict[str, list[int]] = defaultdict(list)
     tensors, numbers = state
-    for part in [*_slices(tensors, num_slices=1, most_bytes=None), _numbers_slice(numbers)]:
+    for part in [*_slices(tensors, num_slices=1, most_bytes=None), *_number_slices(numbers)]:
         for name, value in zip(part.names, part.compute().tolist(), strict=True):
             mine[name].append(value)
     everyone = all_gather_objects(group, dict(mine), device)

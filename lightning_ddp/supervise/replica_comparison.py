@@ -92,7 +92,8 @@ class ReplicaComparison:
             return None
         self._question = None
         found = _explain({rank: question.answers[rank] for rank in self._ranks if rank in question.answers})
-        self._ranks = [rank for rank in self._ranks if found is not None and rank not in found.ranks]
+        if found is not None:  # else all have forgotten, and are asked about the next difference
+            self._ranks = [rank for rank in self._ranks if rank not in found.ranks]
         return found
 
 

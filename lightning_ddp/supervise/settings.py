@@ -101,7 +101,7 @@ class ReplicaCheckSettings:
     """
 
     name: ClassVar[Literal["warn", "stop", "heal"]] = "warn"
-    """What happens when the replicas differ."""
+    """Reaction to replicas that differ."""
     cycle_steps: int = 16
     """Number of steps in which all of the state is hashed once, if the limit of `mb_per_step` allows it."""
     mb_per_step: float | None = None
