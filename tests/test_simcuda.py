@@ -29,6 +29,7 @@ from lightning_ddp.averaging import available_averagers, build_averager
 from lightning_ddp.comm.call import run
 from lightning_ddp.comm.group import Group
 from lightning_ddp.comm.subgroups import sub_group
+from lightning_ddp.errors import CollectiveError
 from lightning_ddp.hooks import available_hooks, build_hook
 
 # one worker, as each scenario is trained once and looked at by several tests
@@ -410,7 +411,7 @@ def found(simulated_ranks, nccl):
     @functools.cache
     def trained(name: str) -> list[Comparison]:
         if nccl == "nccl2" and "quantization" in name:
-            pytest.skip("torch's hook takes one tensor of all ranks from the future; nccl2 has one of each")
+            pytest.skip("see test_torchs_hook_of_quantization_needs_the_first_implementation")
         ranks = simulated_ranks.run(compare, SCENARIOS[name].world_size, name, timeout_s=120)
         for rank, comparison in enumerate(found := [rank.value for rank in ranks]):
             print(
@@ -466,6 +467,24 @@ def test_torchs_own_class_passes_the_same_checks(name, found):
     for comparison in found(name):
         for kind in simcuda.KINDS:
             check_allowed(name, kind, comparison.torch)
+
+
+def errors_of_quantization(rank: int, world_size: int) -> list[str]:
+    """Of torch's class and of ours."""
+    errors = []
+    for subject in ("torch", "ours"):
+        try:
+            Training(rank, SCENARIOS["torch's quantization_pertensor_hook"], subject).run()
+        except (IndexError, RuntimeError, CollectiveError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def test_torchs_hook_of_quantization_needs_the_first_implementation(simulated_ranks, nccl):
+    """Its callback takes one tensor of all ranks from a future, where `nccl2` has one of each rank."""
+    for rank in simulated_ranks.run(errors_of_quantization, 2):
+        print(rank.value)
+        assert len(rank.value) == (2 if nccl == "nccl2" else 0)
 
 
 def races_of_forgotten_stream(rank: int, world_size: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""`Trainer(strategy="custom_ddp", gpus=2)` on simulated CUDA devices trains as Lightning's `ddp`, and ends.
+"""`Trainer(strategy="custom_ddp", gpus=2)` and `gpus=8` on simulated CUDA devices train as Lightning's `ddp`.
 
-Every run starts two processes by our launcher. They fit with our strategy, and then in the same way with
+Every run starts its processes by our launcher. They fit with our strategy, and then in the same way with
 Lightning's, on the same devices.
 """
 
@@ -50,8 +50,9 @@ class Fit:
     """Whether the host waits for the device once the model is wrapped."""
     is_made_on_device: bool = False
     """Whether the parameters come into being on the device, as with `init_module` and `configure_model`."""
+    num_ranks: int = 2
     num_batches: tuple[int, int] = (NUM_BATCHES, NUM_BATCHES)
-    """Of each rank."""
+    """Of even and odd ranks."""
     overflows: bool = False
     """Whether the loss of rank 1 is infinite in the third batch."""
     has_reference: bool = True
@@ -65,6 +66,7 @@ FITS = {
     "clipped": Fit(trainer={"gradient_clip_val": 0.05}),
     "bf16-mixed": Fit(trainer={"precision": "bf16-mixed"}),
     "16-mixed": Fit(trainer={"precision": "16-mixed"}, overflows=True),
+    "16-mixed, 8 ranks": Fit(trainer={"precision": "16-mixed"}, overflows=True, num_ranks=8),
     "sync_batchnorm": Fit(trainer={"sync_batchnorm": True}),
     "not_settled": Fit(is_settled=False),
     "made_on_device": Fit(is_made_on_device=True, is_settled=False),
@@ -82,6 +84,9 @@ FITS = {
         has_reference=False,
     ),
 }
+
+
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (fit.num_ranks > 2)) for name, fit in FITS.items()]
 
 
 # ---------------------------------------------------------------- the script
@@ -178,20 +183,21 @@ def fitted(fit: Fit, strategy: str, folder: Path, resume: Path | None = None) ->
         **fit.trainer,
     }
     if strategy == "ddp":
-        trainer = pl.Trainer(strategy="ddp", accelerator="gpu", devices=2, **arguments)
+        trainer = pl.Trainer(strategy="ddp", accelerator="gpu", devices=fit.num_ranks, **arguments)
     elif fit.strategy:
         trainer = lightning_ddp.Trainer(
-            strategy=lightning_ddp.CustomDDPStrategy(**fit.strategy), gpus=2, **arguments
+            strategy=lightning_ddp.CustomDDPStrategy(**fit.strategy), gpus=fit.num_ranks, **arguments
         )
     else:
-        trainer = lightning_ddp.Trainer(strategy="custom_ddp", gpus=2, **arguments)
+        trainer = lightning_ddp.Trainer(strategy="custom_ddp", gpus=fit.num_ranks, **arguments)
     pl.seed_everything(7, verbose=False)
     model = Model(fit)
     if resume is not None:
         nn.init.zeros_(model.layers[0].weight)  # must come from the checkpoint
     is_uneven = len(set(fit.num_batches)) > 1
     # an even number of batches is dealt out by Lightning
-    num_batches = fit.num_batches[trainer.global_rank] if is_uneven else 2 * fit.num_batches[0]
+    dealt_out = fit.num_ranks * fit.num_batches[0]
+    num_batches = fit.num_batches[trainer.global_rank] if is_uneven else dealt_out
     trainer.fit(model, loader(num_batches, not is_uneven), loader(4, False), ckpt_path=resume)
     return {
         "device": str(trainer.strategy.root_device),
@@ -226,9 +232,10 @@ def answers(simulated_cuda, nccl, tmp_path_factory):
     @functools.cache
     def run(name: str) -> list[dict[str, dict[str, Any]]]:
         folder = tmp_path_factory.mktemp("fit")
-        env = {"SIMULATED_CUDA": str(simulated_cuda)}
+        num_ranks = FITS[name.removeprefix("resumed ")].num_ranks
+        env = {"SIMULATED_CUDA": str(simulated_cuda), "SIMULATED_CUDA_DEVICES": str(num_ranks)}
         run_script(Path(__file__), [name, str(folder)], env, timeout_s=DEADLINE_S).check()
-        answers = [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(2)]
+        answers = [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(num_ranks)]
         for rank, answer in enumerate(answers):
             for who, result in answer.items():
                 print(f"{name}, rank {rank}, {who}:", {kind: result[kind].total() for kind in simcuda.KINDS})
@@ -245,13 +252,13 @@ def assert_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
         torch.testing.assert_close(ours["state"][name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_two_streams_conflict(name, answers):
     for answer in answers(name):
         assert answer["ours"]["race"] == {}
 
 
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("name", NAMES)
 def test_state_is_hashed_on_the_device_after_each_step_with_equal_replicas(name, answers):
     for answer in answers(name):
         num_hashed, num_steps = answer["ours"]["num_hashed"], answer["ours"]["global_step"]
@@ -260,7 +267,7 @@ def test_state_is_hashed_on_the_device_after_each_step_with_equal_replicas(name,
         assert num_hashed == num_steps
 
 
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_memory_is_freed_that_a_stream_may_still_use(name, answers):
     for answer in answers(name):
         assert answer["ours"]["free"] == {}
@@ -269,6 +276,7 @@ def test_no_memory_is_freed_that_a_stream_may_still_use(name, answers):
 GRADIENT_SCALER = (1, "torch/amp/grad_scaler.py")  # its step asks whether the gradients are finite
 ALLOWED_WAITS = {
     "16-mixed": GRADIENT_SCALER,
+    "16-mixed, 8 ranks": GRADIENT_SCALER,
     "powersgd, 16-mixed": GRADIENT_SCALER,  # the hook itself asks beside the training
     # torch's layer looks for ranks without a batch
     "sync_batchnorm": (3, "torch/nn/modules/_functions.py"),
@@ -278,7 +286,7 @@ ALLOWED_WAITS = {
 """How often the host has to wait between two batches, and the file in which it does."""
 
 
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_steady_step_makes_the_host_wait(name, answers):
     number, file = ALLOWED_WAITS.get(name, (0, ""))
     for answer in answers(name):
@@ -289,7 +297,7 @@ def test_no_steady_step_makes_the_host_wait(name, answers):
             assert waits.total() <= answer["ddp"]["sync"].total()
 
 
-@pytest.mark.parametrize("name", [name for name, fit in FITS.items() if fit.has_reference])
+@pytest.mark.parametrize("name", [name for name in NAMES if FITS[name.values[0]].has_reference])
 def test_what_is_trained_and_validated_equals_lightnings_ddp(name, answers):
     for rank, answer in enumerate(answers(name)):
         assert answer["ours"]["device"] == answer["ddp"]["device"] == f"cuda:{rank}"
@@ -298,8 +306,9 @@ def test_what_is_trained_and_validated_equals_lightnings_ddp(name, answers):
         assert len(answer["ours"]["validated"]) == NUM_EPOCHS
 
 
-def test_an_overflow_on_one_rank_halves_the_loss_scale_of_all(answers):
-    assert [answer["ours"]["scaler"]["scale"] for answer in answers("16-mixed")] == [2.0**15] * 2
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0].startswith("16-mixed")])
+def test_an_overflow_on_one_rank_halves_the_loss_scale_of_all(name, answers):
+    assert {answer["ours"]["scaler"]["scale"] for answer in answers(name)} == {2.0**15}
 
 
 @pytest.mark.slow
@@ -312,7 +321,16 @@ def test_processes_that_the_launcher_starts_by_their_command_line_train_the_same
         assert_same(torch.load(tmp_path / f"result-{rank}", weights_only=False)["ours"], answer["ours"])
 
 
-@pytest.mark.parametrize("name", ["plain", "16-mixed", "powersgd, 16-mixed", "post_local_sgd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "16-mixed",
+        pytest.param("16-mixed, 8 ranks", marks=pytest.mark.slow),
+        "powersgd, 16-mixed",
+        "post_local_sgd",
+    ],
+)
 def test_a_resumed_fit_equals_the_undisturbed_one(name, answers):
     for answer in answers(f"resumed {name}"):
         assert_same(answer["resumed"], answer["ours"])
@@ -322,40 +340,47 @@ def test_a_resumed_fit_equals_the_undisturbed_one(name, answers):
 # ---------------------------------------------------------------- failures
 
 
-def run_user(devices: Path, folder: Path, **more: Any) -> ScriptResult:
-    arguments = order(folder, trainer={"accelerator": "gpu"}, **more)
-    return run_script(SCRIPT, arguments, {"SIMULATED_CUDA": str(devices)}, timeout_s=DEADLINE_S)
+def run_user(devices: Path, folder: Path, num_ranks: int = 2, **more: Any) -> ScriptResult:
+    arguments = order(folder, trainer={"accelerator": "gpu", "devices": num_ranks}, **more)
+    env = {"SIMULATED_CUDA": str(devices), "SIMULATED_CUDA_DEVICES": str(num_ranks)}
+    return run_script(SCRIPT, arguments, env, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(
-    ("fault", "victim", "moment"),
+    ("fault", "victim", "moment", "num_ranks"),
     [
-        ("exception", 1, "forward"),
-        ("exception", 0, "backward"),
-        ("kill", 1, "backward"),
-        ("kill", 0, "forward"),
+        ("exception", 1, "forward", 2),
+        ("exception", 0, "backward", 2),
+        ("kill", 1, "backward", 2),
+        ("kill", 0, "forward", 2),
+        pytest.param("kill", 5, "backward", 8, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_dies_is_named_and_nothing_hangs(simulated_cuda, tmp_path, fault, victim, moment):
-    result = run_user(simulated_cuda, tmp_path, fault=fault, rank=victim, moment=moment)
+def test_a_rank_that_dies_is_named_and_nothing_hangs(
+    simulated_cuda, tmp_path, fault, victim, moment, num_ranks
+):
+    result = run_user(simulated_cuda, tmp_path, num_ranks, fault=fault, rank=victim, moment=moment)
     context = f"{result.stdout}\n{result.stderr}"
     assert result.returncode == expected_exit_code(fault, victim, moment), context
-    seen = read_notes(tmp_path)[f"on_exception-{1 - victim}"]
-    assert (seen["kind"], seen["rank"]) == ("PeerFailure", victim), context
-    check_cause(seen, fault, victim, moment, is_launcher=victim == 0)
+    notes = read_notes(tmp_path)
+    for rank in set(range(num_ranks)) - {victim}:
+        seen = notes[f"on_exception-{rank}"]
+        assert (seen["kind"], seen["rank"]) == ("PeerFailure", victim), context
+        check_cause(seen, fault, victim, moment, is_launcher=victim == 0)
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("way", "num_ranks"),
     [
-        "late",
-        "hang",  # with a hook that waits on the host
+        ("late", 2),
+        ("hang", 2),  # with a hook that waits on the host
+        pytest.param("late", 8, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_late_is_named_when_the_deadline_passes(simulated_cuda, tmp_path, way):
+def test_a_rank_that_is_late_is_named_when_the_deadline_passes(simulated_cuda, tmp_path, way, num_ranks):
     hook = {"name": "powersgd", "start_step": 2, "rank": 1, "min_compression": 1} if way == "hang" else None
     strategy = {"timeout": 3.0, "failure_grace_s": 20.0, "ddp_comm_hook": hook}
-    result = run_user(simulated_cuda, tmp_path, strategy=strategy, fault="hang", rank=1)
+    result = run_user(simulated_cuda, tmp_path, num_ranks, strategy=strategy, fault="hang", rank=1)
     assert result.returncode == 1, result.stderr
     _, _, report = result.stderr.rpartition("lightning_ddp: ")
     assert "rank 1 waits for no collective at step 2 in training_step (user_script.py:" in report
