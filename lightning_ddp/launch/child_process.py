@@ -67,12 +67,16 @@ def begin_run() -> None:
 def end_fast() -> None:
     """Skip the last collection in workers of a data loader, which takes a second where they are spawned.
 
-    The rank waits for them, and on a busy machine kills them after 5 s, which leaves their files behind.
+    The rank waits for them, and on a busy machine kills them after 5 s, which leaves their files behind. All
+    processes have the last collection where nanobind would report what it leaves.
     """
     atexit.register(_forget_imports)
 
 
 def _forget_imports() -> None:
+    if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
+        gc.unfreeze()  # nanobind (triton's, since torch 2.15) reports objects that are never collected
+        return
     # asked here, as multiprocessing imports the script before it says whose child this is
     if multiprocessing.parent_process() is None:
         return
