@@ -544,7 +544,8 @@ def test_no_temporary_file_is_left_and_no_import_is_walked_through_at_the_end(
     result = run_script(LEAVES_NOTHING, arguments, env, timeout_s=DEADLINE_S, fresh=True).check()
     assert f"{end}\nleft: []\n" in result.stdout, result.stdout + result.stderr
     assert list(scratch.iterdir()) == []
-    if start_method == "fork":
+    assert "nanobind" not in result.stderr  # which reports, since torch 2.15, what is not collected
+    if start_method == "fork" or any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
         return  # forks end without a walk
     ends = re.findall(r"(rank|worker) walks (\d+) and not (\d+)", result.stdout)
     awaited = {"rank", "worker"} if fault == "none" else {"rank"}  # else workers are ended by a signal
