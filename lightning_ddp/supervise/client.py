@@ -31,8 +31,7 @@ __all__ = ["ControlClient", "ServerAddress", "ask"]
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
-_LAST_FLUSH_WAIT_S = 5.0
-"""Longer, as without the last report the exit of this process is a failure."""
+_LAST_FLUSH_WAIT_S = 5.0  # longer, as without the last report the exit of this process is a failure
 _LOOK_AGAIN_S = 5.0
 _LOOK_EVERY_S = 0.05
 

@@ -74,8 +74,7 @@ class Connections:
         """Processes of the job."""
         self.strangers: dict[Peer, None] = {}
         """Connections without a hello, the oldest first."""
-        self._packed: tuple[Message, bytes] | None = None
-        """The last message, and its bytes."""
+        self._packed: tuple[Message, bytes] | None = None  # the last message, and its bytes
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
         self._restore_limit = _allow_descriptors(2 * num_ranks + _SPARE_CONNECTIONS)  # with the store's

@@ -22,12 +22,10 @@ ANSWER_WAIT_S = 1.0
 """Seconds that a roll call waits for answers."""
 _FIRST_LOOK_S = 1.0
 """Age of an announced collective at which a roll call looks for the ranks that do not come."""
-_PAUSE_S = 5.0
-"""Least time between two roll calls that look for ranks that do not come."""
+_PAUSE_S = 5.0  # least time between two roll calls that look for ranks that do not come
 _FRESH_S = 3.0
 
-_Question = tuple[str | None, int]
-"""A collective: the name of its process group, and its number there."""
+_Question = tuple[str | None, int]  # a collective: the name of its process group, and its number there
 
 
 @dataclass

@@ -44,10 +44,8 @@ _LONGEST = {
 }
 """Most characters of each text; together they fit into a message of the channel."""
 _MOST_LINES = 40
-_MOST_SHOWN = 20
-"""Most generations in a report."""
-_LATER_S = 60
-"""Seconds added to a survivor's error: torchelastic reports the earliest error of a node."""
+_MOST_SHOWN = 20  # most generations in a report
+_LATER_S = 60  # seconds added to a survivor's error: torchelastic reports the earliest error of a node
 
 _LINE = re.compile(r"[^\n]{1,200}\n?|\n")
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
@@ -297,12 +295,10 @@ class History:
     """Generations of a job that continued after failures."""
 
     def __init__(self) -> None:
-        self._generations: list[tuple[str, str]] = []
-        """Change of each, and who has left and joined."""
+        self._generations: list[tuple[str, str]] = []  # change of each, and who has left and joined
         self._lost_s = 0.0
         self._left: dict[int, FailureRecord] = {}
-        self._since: float | None = None
-        """Time of the first loss since all continued."""
+        self._since: float | None = None  # time of the first loss since all continued
 
     def lost(self, slot: int, record: FailureRecord, now: float) -> None:
         """Note that the process in a slot is lost, or leaves."""

@@ -117,8 +117,7 @@ def _kill(end: int, pid: int, rank: int) -> str:
 # ---------------------------------------------------------------------- the stack of another process
 
 
-_stack_file: int | None = None
-"""File in memory, which others find among the open files of this process."""
+_stack_file: int | None = None  # file in memory, which others find among the open files of this process
 
 
 def permit_stack() -> None:

@@ -59,8 +59,7 @@ class InterruptGuard:
 
     def __init__(self) -> None:
         self._guard = _Guard.OUTSIDE
-        self._changing = threading.Lock()
-        """Held to change the guard."""
+        self._changing = threading.Lock()  # held to change the guard
         self._alarm: _Alarm | None = None
         self._aborting = threading.Lock()
         """Held while an alarm aborts, so that it aborts nothing that was made after it was over."""

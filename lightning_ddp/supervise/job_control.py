@@ -12,13 +12,21 @@ from dataclasses import replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
-from lightning_ddp.supervise.actions import Accuse, Action, End, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
 from lightning_ddp.supervise.desync import DesyncDetector
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
-from lightning_ddp.supervise.processes import Process, ProcessState
+from lightning_ddp.supervise.processes import (
+    Accuse,
+    Action,
+    End,
+    Process,
+    ProcessState,
+    Say,
+    Send,
+    StartProcess,
+)
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
 from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
 from lightning_ddp.supervise.root_cause import RootCauseTracker
@@ -73,12 +81,10 @@ class JobControl:
         self._verdict = RootCauseTracker()
         self._peers: dict[Process, Peer] = {}
         self._process_of: dict[Peer, Process] = {}
-        self._members: dict[int, Process] = {}
-        """Members by rank."""
+        self._members: dict[int, Process] = {}  # members by rank
         self._inspection = DesyncDetector(world_size, self._members)
         self._replicas = ReplicaComparison(range(world_size))
-        self._seen = -1
-        """Generation for which the detector and the comparison were made."""
+        self._seen = -1  # generation for which the detector and the comparison were made
         self._gone_between: list[FailureRecord] = []
         """Processes that vanished between two runs: a failure if another run begins."""
         self._is_told = False

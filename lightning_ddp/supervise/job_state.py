@@ -10,10 +10,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_ddp.supervise.actions import Accuse, Action, End, Say
-from lightning_ddp.supervise.current_phase import CurrentPhase
 from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
-from lightning_ddp.supervise.order_book import OrderBook
+from lightning_ddp.supervise.order_book import CurrentPhase, OrderBook
 from lightning_ddp.supervise.orders import (
     JobPhase,
     NewGeneration,
@@ -24,7 +22,7 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-from lightning_ddp.supervise.processes import OUT, Process, ProcessState, Roster
+from lightning_ddp.supervise.processes import OUT, Accuse, Action, End, Process, ProcessState, Roster, Say
 from lightning_ddp.supervise.protocol import ProtocolError
 from lightning_ddp.supervise.recoveries import Recoveries, new_generation
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
@@ -82,37 +80,27 @@ class JobState:
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
         self._recoveries = Recoveries(self._settings.max_recoveries)
         self._book = OrderBook(None if period_s is None else period_s / 2)
-        self._not_ended: set[Process] = set()
-        """Members that have not ended the next run."""
-        self._most_ended = 0
-        """Most runs that a member has ended."""
-        self._position = 0
-        """Boundary where all meet or stop."""
-        self._has_new = False
-        """True if those that meet expect others to join."""
+        self._not_ended: set[Process] = set()  # members that have not ended the next run
+        self._most_ended = 0  # most runs that a member has ended
+        self._position = 0  # boundary where all meet or stop
+        self._has_new = False  # True if those that meet expect others to join
         self.stopping: Wish | None = None
         """Set once all are to stop at a boundary, for a signal."""
-        self._stops_by: float | None = None
-        """Time at which the job fails unless all have stopped."""
+        self._stops_by: float | None = None  # time at which the job fails unless all have stopped
         self._leaves_at: float | None = None
         """Time at which those that were asked to leave do; None if nobody was."""
         self._settles_at = 0.0
         self._parted: set[Process] = set()
         """Members that are to take over the state of another one, in the next generation."""
-        self._healed: set[Process] = set()
-        """Those of them that do so in the generation that was formed last."""
-        self._lost: dict[Process, FailureRecord] = {}
-        """Members that were lost since a generation was formed."""
-        self._new: NewGeneration | None = None
-        """The generation that was formed last."""
-        self._whole = 0
-        """The last generation all of whose members had its state."""
+        self._healed: set[Process] = set()  # those of them that do so in the generation that was formed last
+        self._lost: dict[Process, FailureRecord] = {}  # members that were lost since a generation was formed
+        self._new: NewGeneration | None = None  # the generation that was formed last
+        self._whole = 0  # the last generation all of whose members had its state
         self._voids: list[float] = []
         """Times at which generations did not become whole, though nobody was lost, since one was."""
         self._ending: dict[Process, float] = {}
         """Processes that have reported that they fail, or are to end -> until when that may take."""
-        self._touched: dict[Process, None] = {}
-        """Processes that have reported, or changed, since `tick`."""
+        self._touched: dict[Process, None] = {}  # processes that have reported, or changed, since `tick`
         self._actions: list[Action] = []
 
     @property

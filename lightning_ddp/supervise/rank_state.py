@@ -78,8 +78,7 @@ class RankState:
         self._progress: Progress | None = None
         self._why: str | None = None
         self._num_reports = 0
-        self._facts: object = self._know()
-        """Facts of the last report."""
+        self._facts: object = self._know()  # facts of the last report
 
     # ------------------------------------------------------------------ the thread of the channel
 

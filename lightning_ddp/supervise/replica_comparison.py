@@ -48,8 +48,7 @@ class ReplicaComparison:
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = sorted(ranks)
         self._run = 0
-        self._values: dict[int, Counter[int]] = {}
-        """Number of a hash -> values, and how many ranks have it."""
+        self._values: dict[int, Counter[int]] = {}  # number of a hash -> values, and how many ranks have it
         self._question: _Question | None = None
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from lightning_ddp.supervise.actions import StartProcess
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.orders import RankPhase
-from lightning_ddp.supervise.processes import Process, ProcessState, Roster
+from lightning_ddp.supervise.processes import Process, ProcessState, Roster, StartProcess
 
 __all__ = ["STEPS_TO_FORGET", "Slot", "Slots"]
 

@@ -12,8 +12,7 @@ __all__ = ["REPORTS_A_TIMEOUT", "StallWatch", "silent"]
 REPORTS_A_TIMEOUT = 4
 """Least number of reports of a rank within the time after which it counts as stalled."""
 _REPORT_EVERY_S = 0.25
-_REPORTS_A_S = 64
-"""Reports per second of all ranks together: each costs the server some 50 us."""
+_REPORTS_A_S = 64  # reports per second of all ranks together: each costs the server some 50 us
 
 
 def silent(identity: Identity, timeout_s: float) -> FailureRecord:
