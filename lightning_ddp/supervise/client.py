@@ -42,10 +42,8 @@ class ServerAddress:
 
     host: str
     port: int
-    token: str
-    """Secret of the job."""
-    identity: Identity
-    """Process of the server, which is named if it vanishes."""
+    token: str  # secret of the job
+    identity: Identity  # process of the server, which is named if it vanishes
 
 
 def _do_nothing() -> None:

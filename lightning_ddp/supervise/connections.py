@@ -45,8 +45,7 @@ class Peer:
         self.events = selectors.EVENT_READ
         self.since = time.monotonic()
         self.identity: Identity | None = None
-        self.reads_nothing = False
-        """True if the connection was closed for that."""
+        self.reads_nothing = False  # True if the connection was closed for that
 
     @property
     def is_closed(self) -> bool:
@@ -70,10 +69,8 @@ class Connections:
     """
 
     def __init__(self, address: str, num_ranks: int) -> None:
-        self.peers: dict[Peer, None] = {}
-        """Processes of the job."""
-        self.strangers: dict[Peer, None] = {}
-        """Connections without a hello, the oldest first."""
+        self.peers: dict[Peer, None] = {}  # processes of the job
+        self.strangers: dict[Peer, None] = {}  # connections without a hello, the oldest first
         self._packed: tuple[Message, bytes] | None = None  # the last message, and its bytes
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]

@@ -18,8 +18,7 @@ from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, Protoc
 
 __all__ = ["ANSWER_WAIT_S", "DesyncDetector"]
 
-ANSWER_WAIT_S = 1.0
-"""Seconds that a roll call waits for answers."""
+ANSWER_WAIT_S = 1.0  # seconds that a roll call waits for answers
 _FIRST_LOOK_S = 1.0
 """Age of an announced collective at which a roll call looks for the ranks that do not come."""
 _PAUSE_S = 5.0  # least time between two roll calls that look for ranks that do not come
@@ -32,8 +31,7 @@ _Question = tuple[str | None, int]  # a collective: the name of its process grou
 class _RollCall:
     number: int
     deadline: float
-    waiting: set[int]
-    """Ranks that have not answered."""
+    waiting: set[int]  # ranks that have not answered
     statuses: dict[int, RankStatus] = field(default_factory=dict)
     askers: set[tuple[int, _Question]] = field(default_factory=set)
 
@@ -45,8 +43,7 @@ class _Announced:
     ranks: frozenset[int]
     number: int
     since: float
-    texts: dict[int, str] = field(default_factory=dict)
-    """Collective that each rank is about to call."""
+    texts: dict[int, str] = field(default_factory=dict)  # collective that each rank is about to call
 
 
 class DesyncDetector:

@@ -14,8 +14,7 @@ _MOST_MISSING, _MOST_ROWS = 1000, 16
 _SENTENCE_CHARACTERS, _TABLE_CHARACTERS, _RANKS_CHARACTERS = 1_500, 2_000, 200
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do", "ends": "end"}
 
-Statuses = Mapping[int, RankStatus]
-"""Status of each rank."""
+Statuses = Mapping[int, RankStatus]  # status of each rank
 
 
 def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:

@@ -73,8 +73,7 @@ def describe_exit(code: int) -> str:
 class Identity:
     """Identity of a process of the job."""
 
-    rank: int
-    """Global rank; -1 for a launching process that is no rank."""
+    rank: int  # global rank; -1 for a launching process that is no rank
     node_rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -87,14 +86,10 @@ class Identity:
 class Where:
     """Position of a rank."""
 
-    step: int | None = None
-    """Global step; None outside of training."""
-    phase: str | None = None
-    """Hook or stage that runs."""
-    waits_for: str | None = None
-    """Awaited collective."""
-    count: int = 0
-    """Number that grows while the rank makes progress."""
+    step: int | None = None  # global step; None outside of training
+    phase: str | None = None  # hook or stage that runs
+    waits_for: str | None = None  # awaited collective
+    count: int = 0  # number that grows while the rank makes progress
 
     def in_words(self) -> str:
         """Return step and phase, to follow words that say what the rank does."""
@@ -111,18 +106,15 @@ class FailureRecord:
     node_rank: int | None = None
     host: str | None = None
     pid: int | None = None
-    start: int | None = None
-    """Number of the start, of `Identity`."""
+    start: int | None = None  # number of the start, of `Identity`
     step: int | None = None
     phase: str | None = None
     exception_type: str | None = None
     exception_class: str | None = None
     traceback: str | None = None
     exit_code: int | None = None
-    checkpoint: str | None = None
-    """Path where a remaining rank has saved the last step."""
-    time: float = field(default_factory=time.time)
-    """Time of detection, in seconds since the epoch."""
+    checkpoint: str | None = None  # path where a remaining rank has saved the last step
+    time: float = field(default_factory=time.time)  # time of detection, in seconds since the epoch
 
     def __post_init__(self) -> None:
         """Cut and escape the texts, which anybody may have written, so that none controls a terminal."""

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATIENCE_S", "Guard", "forbid_stack", "permit_stack", "stack_of", "tell_guard", "with_stack"]
 
-PATIENCE_S = 20.0
-"""Seconds that a process may outlive the launching one without having learned of its end."""
+PATIENCE_S = 20.0  # seconds that a process may outlive the launching one without having learned of its end
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST = 100_000
 _MOST_FRAMES = 8

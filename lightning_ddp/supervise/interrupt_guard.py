@@ -33,22 +33,17 @@ _FINALIZERS = {"__del__", "_callback", "remove"}
 class _Guard(Enum):
     """Errors that may interrupt the main thread."""
 
-    OUTSIDE = auto()
-    """None: it unwinds, or is outside of a run."""
-    OPEN = auto()
-    """All."""
-    DEFERRED = auto()
-    """None for now: it must not be interrupted halfway."""
-    FORCED = auto()
-    """All, although deferred, as it took too long."""
+    OUTSIDE = auto()  # none: it unwinds, or is outside of a run
+    OPEN = auto()  # all
+    DEFERRED = auto()  # none for now: it must not be interrupted halfway
+    FORCED = auto()  # all, although deferred, as it took too long
 
 
 @dataclass(frozen=True)
 class _Alarm:
     error: BaseException
     abort: Callable[[], None]
-    is_final: bool
-    """True if the job ends, False if it continues after the main thread has stopped."""
+    is_final: bool  # True if the job ends, False if it continues after the main thread has stopped
 
 
 class InterruptGuard:

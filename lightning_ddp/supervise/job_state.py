@@ -49,15 +49,12 @@ class JobState:
     """State of a job.
 
     Args:
-        world_size: number of ranks.
-        settings: times, and whether the job continues without ranks that it loses.
         period_s: period of reports, and twice that of answers, where stalls are looked for; else None.
     """
 
     def __init__(self, world_size: int, settings: SupervisionSettings, period_s: float | None = None) -> None:
         recovery = settings.recovery
-        self.goes_on = recovery is not None
-        """True if the job continues without ranks that it loses."""
+        self.goes_on = recovery is not None  # True if the job continues without ranks that it loses
         self._settings = recovery or RecoverySettings()
         self._wait_s = recovery.wait_s if isinstance(recovery, ReplaceSettings) else 0.0
         self._grace_s = settings.failure_grace_s
@@ -66,16 +63,12 @@ class JobState:
         self.generation = 0
         self.roster = Roster(world_size)
         self.history = History()
-        self.reason: str | None = None
-        """Reason for which the job cannot continue."""
-        self.cause: FailureRecord | None = None
-        """First failure since all were running."""
-        self.all_ended = 0
-        """Number of runs that all members have ended."""
+        self.reason: str | None = None  # reason for which the job cannot continue
+        self.cause: FailureRecord | None = None  # first failure since all were running
+        self.all_ended = 0  # number of runs that all members have ended
         self.is_pending = False
         """True while a failure waits for its explanation: no generation is formed meanwhile."""
-        self.left: list[int] = []
-        """Places of processes that have left since a generation was whole."""
+        self.left: list[int] = []  # places of processes that have left since a generation was whole
         replaces = isinstance(recovery, ReplaceSettings)
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
         self._recoveries = Recoveries(self._settings.max_recoveries)
@@ -84,22 +77,17 @@ class JobState:
         self._most_ended = 0  # most runs that a member has ended
         self._position = 0  # boundary where all meet or stop
         self._has_new = False  # True if those that meet expect others to join
-        self.stopping: Wish | None = None
-        """Set once all are to stop at a boundary, for a signal."""
+        self.stopping: Wish | None = None  # set once all are to stop at a boundary, for a signal
         self._stops_by: float | None = None  # time at which the job fails unless all have stopped
-        self._leaves_at: float | None = None
-        """Time at which those that were asked to leave do; None if nobody was."""
+        self._leaves_at: float | None = None  # time at which those that were asked to leave do
         self._settles_at = 0.0
-        self._parted: set[Process] = set()
-        """Members that are to take over the state of another one, in the next generation."""
+        self._parted: set[Process] = set()  # members that are to copy another one in the next generation
         self._healed: set[Process] = set()  # those of them that do so in the generation that was formed last
         self._lost: dict[Process, FailureRecord] = {}  # members that were lost since a generation was formed
         self._new: NewGeneration | None = None  # the generation that was formed last
         self._whole = 0  # the last generation all of whose members had its state
-        self._voids: list[float] = []
-        """Times at which generations did not become whole, though nobody was lost, since one was."""
-        self._ending: dict[Process, float] = {}
-        """Processes that have reported that they fail, or are to end -> until when that may take."""
+        self._voids: list[float] = []  # times at which one did not become whole, though nobody was lost
+        self._ending: dict[Process, float] = {}  # processes that fail, or are to end -> until when they may
         self._touched: dict[Process, None] = {}  # processes that have reported, or changed, since `tick`
         self._actions: list[Action] = []
 
@@ -117,10 +105,6 @@ class JobState:
 
     def connected(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
         """Add a process that has connected, in the place of its rank.
-
-        Args:
-            who: the process.
-            is_launcher: True if it starts the processes of its node.
 
         Raises:
             ProtocolError: there is no place for it.
@@ -258,11 +242,7 @@ class JobState:
         self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Lose a member; return True if the others may continue without it.
-
-        Args:
-            has_ended: True if it certainly does nothing any more.
-        """
+        """Lose a member, certain to do nothing more if `has_ended`; return True if the others may continue."""
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
         self.history.lost(process.place, record, now)
@@ -525,7 +505,7 @@ class JobState:
     # ------------------------------------------------------------------ who joins and leaves
 
     def _wants_boundary(self, now: float) -> bool:
-        """Return True if all are to stop at a boundary: for a signal, or as others join or leave."""
+        """Return True if all are to stop at a boundary: for a signal, or as others join, leave or copy."""
         if self.stopping is not None:
             return True
         parted = [process for process in self._parted if process.is_member]

@@ -18,8 +18,7 @@ from lightning_ddp.supervise.protocol import Message, ProtocolError
 
 __all__ = ["LIMIT_BYTES", "Unpacker", "pack"]
 
-LIMIT_BYTES = 256 * 1024
-"""Longest message, without its length."""
+LIMIT_BYTES = 256 * 1024  # longest message, without its length
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
 _SHOWN_CHARACTERS = 80
@@ -94,8 +93,7 @@ class _Type:
 
     hint: Any
     origin: Any
-    parts: tuple[Any, ...]
-    """Types of what it is made of; the choices of a text, or the limit of its length."""
+    parts: tuple[Any, ...]  # types of what it is made of; the choices of a text, or the limit of its length
 
 
 @functools.cache

@@ -10,8 +10,7 @@ from lightning_ddp.supervise.orders import NO_REPORT, Order, RankPhase, Report, 
 
 __all__ = ["OUT", "Accuse", "End", "Process", "ProcessState", "Roster", "Say", "Send", "StartProcess"]
 
-OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})
-"""Phases in which a process answers nobody."""
+OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})  # phases in which a process answers nobody
 _INACTIVE = OUT | {RankPhase.IDLE, RankPhase.FAILED}
 
 
@@ -97,14 +96,12 @@ class Roster:
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
-        self.living: dict[int, Process] = {}
-        """Processes that are not gone, by their numbers."""
+        self.living: dict[int, Process] = {}  # processes that are not gone, by their numbers
         self.members: list[Process] = []
         """Members of the last generation that was formed, by rank; also those that were lost since."""
         self.outside: dict[int, Process] = {}
         """Living processes that belong to no generation, by their numbers."""
-        self.nodes: dict[int, int] = {}
-        """Place -> its node."""
+        self.nodes: dict[int, int] = {}  # place -> its node
         self.ended_early: set[tuple[int, int | None]] = set()
         """Place and start of processes that have ended before they had connected."""
         self._known: dict[tuple[int | None, int | None], Process] = {}

@@ -34,14 +34,10 @@ _UNINTERRUPTED = _STOPPED | {RankPhase.FINISHED, RankPhase.FAILED, RankPhase.END
 class Passage(Enum):
     """Action of a rank at a boundary."""
 
-    GO = auto()
-    """It passes."""
-    WAIT = auto()
-    """It waits for the next order."""
-    MEET = auto()
-    """It stays, as others join or leave here."""
-    STOP = auto()
-    """It stays, as all stop here."""
+    GO = auto()  # it passes
+    WAIT = auto()  # it waits for the next order
+    MEET = auto()  # it stays, as others join or leave here
+    STOP = auto()  # it stays, as all stop here
 
 
 class RankState:
@@ -55,23 +51,16 @@ class RankState:
     def __init__(self, place: int, *, is_new: bool) -> None:
         self.place = self.rank = place
         self.phase = RankPhase.STARTING
-        self.generation = 0
-        """The last one that it has entered."""
-        self.state_of = -1 if is_new else 0
-        """The last generation whose state it has; -1 for none."""
-        self.order = NO_ORDER
-        """The last order that was heard."""
+        self.generation = 0  # the last one that it has entered
+        self.state_of = -1 if is_new else 0  # the last generation whose state it has; -1 for none
+        self.order = NO_ORDER  # the last order that was heard
         self.members: tuple[int, ...] | None = None
         """Places of the last generation that was heard of; None for the first one."""
-        self.position = 0
-        """Number of boundaries that were passed."""
-        self.may_meet = True
-        """True if ranks may join or leave at the boundary that comes next."""
+        self.position = 0  # number of boundaries that were passed
+        self.may_meet = True  # True if ranks may join or leave at the boundary that comes next
         self.wish: Wish | None = None
-        self.stops_for: Wish | None = None
-        """Wish for which all have stopped at a boundary, where they have."""
-        self.begun = self.ended = 0
-        """Numbers of runs that it has begun, and ended."""
+        self.stops_for: Wish | None = None  # wish for which all have stopped at a boundary, where they have
+        self.begun = self.ended = 0  # numbers of runs that it has begun, and ended
         self._is_new = is_new
         self._base = 0
         self._run = ""

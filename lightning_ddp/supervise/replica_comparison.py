@@ -25,8 +25,7 @@ _PAGE = "lightning_ddp/docs/guides/replica-check.md"
 class Difference:
     """Ranks whose state is not that of the others."""
 
-    ranks: tuple[int, ...]
-    """Ranks that are not in the majority; all if there is none."""
+    ranks: tuple[int, ...]  # ranks that are not in the majority; all if there is none
     has_majority: bool
     can_be_copied: bool
     """False where what differs is not a part of the state that a rank takes over from another one."""

@@ -8,8 +8,7 @@ __all__ = ["ECHO_WAIT_S", "EXIT_WAIT_S", "RootCauseTracker"]
 
 EXIT_WAIT_S = 0.25
 """Seconds that a process which vanished waits for its exit code, which its launcher learns as soon."""
-ECHO_WAIT_S = 2.0
-"""Seconds that a lost connection waits for the failure behind it."""
+ECHO_WAIT_S = 2.0  # seconds that a lost connection waits for the failure behind it
 
 
 class RootCauseTracker:

@@ -11,8 +11,7 @@ from lightning_ddp.supervise.processes import Process, ProcessState, Roster, Sta
 
 __all__ = ["STEPS_TO_FORGET", "Slot", "Slots"]
 
-STEPS_TO_FORGET = 100
-"""Committed steps after which earlier failures count no more."""
+STEPS_TO_FORGET = 100  # committed steps after which earlier failures count no more
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
 _ASK_AGAIN_S = 15.0
@@ -22,16 +21,12 @@ _ASK_AGAIN_S = 15.0
 class Slot:
     """The slot of one place."""
 
-    opens_at: float | None = None
-    """Time of the next start."""
-    is_awaited: bool = False
-    """True if the last process that was started is no member yet."""
-    joined_at: int | None = None
-    """Step at which its present process has joined; None for a first one."""
+    opens_at: float | None = None  # time of the next start
+    is_awaited: bool = False  # True if the last process that was started is no member yet
+    joined_at: int | None = None  # step at which its present process has joined; None for a first one
     asked_at: float = 0.0
     num_failed: int = 0
-    num_started: int = 0
-    """Number of processes that were to be started here, the first one not counted."""
+    num_started: int = 0  # number of processes that were to be started here, the first one not counted
 
     def awaits(self, start: int | None) -> bool:
         """Return True if the process of this start is awaited."""

@@ -9,8 +9,7 @@ from lightning_ddp.supervise.processes import Process
 
 __all__ = ["REPORTS_A_TIMEOUT", "StallWatch", "silent"]
 
-REPORTS_A_TIMEOUT = 4
-"""Least number of reports of a rank within the time after which it counts as stalled."""
+REPORTS_A_TIMEOUT = 4  # least number of reports of a rank within the time after which it counts as stalled
 _REPORT_EVERY_S = 0.25
 _REPORTS_A_S = 64  # reports per second of all ranks together: each costs the server some 50 us
 
