@@ -196,8 +196,7 @@ class JobControl:
         there = [member for member in self.job.roster.remaining if member.node == record.node_rank]
         if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
             for member in there:  # a launching process that is no rank: nobody is left who starts ranks there
-                lost = FailureRecord.of_identity(member.who, "its launching process died")
-                self._lose(member, lost, now, has_ended=False)
+                self._lose(member, member.failure("its launching process died"), now, has_ended=False)
         elif process is None or process.is_member:
             self._verdict.vanished(self._ranked(record), now)
 
@@ -225,17 +224,17 @@ class JobControl:
         is_in_run = process.phase is not RankPhase.IDLE or said.ended > self.job.all_ended
         members = self.job.roster.members
         if not is_in_run and not any(other.is_member and other.is_active for other in members):
-            self._gone_between.append(FailureRecord.of_identity(process.who, GONE))
+            self._gone_between.append(process.failure(GONE))
             return
         message = explain_loss(error, process.who, self._settings.heartbeat_timeout_s)
-        record = FailureRecord.of_identity(process.who, message)
+        record = process.failure(message)
         if message == GONE:
             self._verdict.vanished(record, now)
         elif not self._lose(process, record, now, has_ended=True):
             self._verdict.accuse(record)
         else:
             for other in [member for member in self.job.roster.remaining if member.node == process.node]:
-                self._lose(other, FailureRecord.of_identity(other.who, message), now, has_ended=True)
+                self._lose(other, other.failure(message), now, has_ended=True)
 
     def hang_up(self, peer: Peer, now: float) -> None:
         """Close a connection."""
@@ -284,7 +283,7 @@ class JobControl:
         self._deliver(self._inspection.due(now))
         stranded = self._inspection.stranded(job.all_ended)
         if stranded is not None and stranded[0] in self._members:
-            self._verdict.accuse(FailureRecord.of_identity(self._members[stranded[0]].who, stranded[1]))
+            self._verdict.accuse(self._members[stranded[0]].failure(stranded[1]))
         difference = self._replicas.due(now)
         if difference is not None and not self._is_told:
             self._differ(difference)
@@ -310,11 +309,11 @@ class JobControl:
         elif action == "warn":
             self._say(f"{found.text}\n")
         else:
-            self._verdict.accuse(FailureRecord.of_identity(parted[0].who, found.text))
+            self._verdict.accuse(parted[0].failure(found.text))
 
     def _failed(self, process: Process, now: float) -> None:
         """Handle a member that has reported no more than that it fails."""
-        record = FailureRecord.of_identity(process.who, process.report.why or "it has failed")
+        record = process.failure(process.report.why or "it has failed")
         recovery = self._settings.recovery
         concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):

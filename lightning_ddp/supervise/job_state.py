@@ -93,7 +93,6 @@ class JobState:
 
     @property
     def phase(self) -> JobPhase:
-        """Event for which the job waits."""
         return self._current.name
 
     @property
@@ -109,21 +108,20 @@ class JobState:
         Raises:
             ProtocolError: there is no place for it.
         """
-        place = who.rank
-        may_come = place < self.roster.num_places and (place, who.start) not in self.roster.ended_early
+        place, roster = who.rank, self.roster
         if who.start is None:
-            may_come &= self.phase is JobPhase.CONNECTING and place not in self.roster.nodes
+            may_come = self.phase is JobPhase.CONNECTING and place not in roster.nodes
         else:
-            may_come = may_come and self._slots.may_come(who, is_launcher=is_launcher)
-        if not may_come:
+            may_come = self._slots.may_come(who, is_launcher=is_launcher)
+        if not may_come or place >= roster.num_places or (place, who.start) in roster.ended_early:
             raise ProtocolError(f"there is no place for rank {place}")
         if who.start == 0:
             who = replace(who, start=self._slots[place].num_started)
-        process = self.roster.add(who, now, is_launcher=is_launcher)
+        process = roster.add(who, now, is_launcher=is_launcher)
         self._touched[process] = None
         if process.is_member:
             self._not_ended.add(process)
-        elif self.roster.launcher_of(place) is process:  # its node has come back
+        elif roster.launcher_of(place) is process:  # its node has come back
             self._slots.reopen(who.node_rank, now)
         return process
 
@@ -152,7 +150,7 @@ class JobState:
         self._current.note(process, self.generation)
         is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
         if is_stopped and process.has_heard and self.phase in _GOING:  # it was called a moment ago, perhaps
-            self._recover(FailureRecord.of_identity(process.who, "it has stopped"), now)
+            self._recover(process.failure("it has stopped"), now)
 
     def _wished(self, process: Process, wish: Wish, now: float) -> None:
         if wish.kind is WishKind.LEAVE_NODE:
@@ -235,14 +233,13 @@ class JobState:
         self._current.awaited.discard(process)
 
     def _release(self, process: Process, now: float) -> None:
-        """Have a process end, which is no failure."""
         process.state = ProcessState.RELEASED
         self._ending[process] = now + self._grace_s
         self._not_ended.discard(process)
         self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Lose a member, certain to do nothing more if `has_ended`; return True if the others may continue."""
+        """Lose a member, certainly idle if `has_ended`; return True if the others may continue without it."""
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
         self.history.lost(process.place, record, now)
@@ -384,8 +381,7 @@ class JobState:
             if self._is_settled():
                 self._form(now)
         elif over and any(process.phase is RankPhase.MEETING for process in remaining):
-            text = "it has ended its run before the others"
-            self._recover(FailureRecord.of_identity(over[0].who, text), now)
+            self._recover(over[0].failure("it has ended its run before the others"), now)
         elif over:
             self._enter(JobPhase.RUNNING, now)
 
@@ -438,7 +434,7 @@ class JobState:
     def _void(self, process: Process, now: float) -> None:
         """Have all meet anew, as a member has stopped again while the generation was formed."""
         self._voids.append(now)
-        cause = FailureRecord.of_identity(process.who, "it could not connect to the other ranks")
+        cause = process.failure("it could not connect to the other ranks")
         if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
             self.cause = self.cause or cause
             self._give_up("the remaining ranks could not connect to each other")
@@ -465,7 +461,6 @@ class JobState:
         return False
 
     def _count_ended(self) -> None:
-        """Count the runs that all members have ended."""
         while self.roster.members and not self._not_ended:
             there = [p for p in self.roster.remaining if p.phase is not RankPhase.ENDED]
             if not there:
@@ -494,13 +489,13 @@ class JobState:
                     f"all were asked to stop by a signal, but rank(s) {ranks} did not reach the next step"
                     f" boundary within failure_grace_s={self._grace_s:g} s"
                 )
-                self._actions.append(Accuse(FailureRecord.of_identity(late[0].who, message)))
+                self._actions.append(Accuse(late[0].failure(message)))
         for process in self._current.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
                 continue
             message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
-            self.lose(process, FailureRecord.of_identity(process.who, message), now, has_ended=False)
+            self.lose(process, process.failure(message), now, has_ended=False)
 
     # ------------------------------------------------------------------ who joins and leaves
 
@@ -581,8 +576,7 @@ class JobState:
             process.state, process.rank = ProcessState.STANDING, process.place
             self._slots[process.place].stands_again()
         for process in leaving:
-            record = FailureRecord.of_identity(process.who, "the process was asked to leave")
-            self.history.lost(process.place, record, now)
+            self.history.lost(process.place, process.failure("the process was asked to leave"), now)
             self._release(process, now)
         for process in self._lost:
             self._slots[process.place].lost(self._new.step, now)

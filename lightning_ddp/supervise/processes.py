@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.orders import NO_REPORT, Order, RankPhase, Report, WishKind
@@ -59,6 +60,10 @@ class Process:
     def who(self) -> Identity:
         """Identity with the present rank."""
         return self.identity if self.rank == self.place else replace(self.identity, rank=self.rank)
+
+    def failure(self, message: str, **more: Any) -> FailureRecord:
+        """Return the record of a failure of this process, as `FailureRecord.of_identity`."""
+        return FailureRecord.of_identity(self.who, message, **more)
 
     @property
     def is_member(self) -> bool:

@@ -70,6 +70,5 @@ class StallWatch:
             where = process.report.where
             if heard_at - moved_at > self._timeout_s and where.waits_for is None:
                 text = f"no progress within stall_timeout={self._timeout_s:g} s"
-                more = {"step": where.step, "phase": where.phase}
-                return process, FailureRecord.of_identity(process.who, text, **more)
+                return process, process.failure(text, step=where.step, phase=where.phase)
         return None
