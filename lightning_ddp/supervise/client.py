@@ -46,10 +46,6 @@ class ServerAddress:
     identity: Identity  # process of the server, which is named if it vanishes
 
 
-def _do_nothing() -> None:
-    """Do nothing, as the default of a callback."""
-
-
 class ControlClient:
     """Connection of this process to the control server. Callbacks are called in its thread.
 
@@ -60,7 +56,6 @@ class ControlClient:
         where: returns what this rank does.
         parent: process that started this one, if it is of this job: its end is noticed.
         on_message: called with each message that is not for the client itself.
-        is_launcher: True if it starts the processes of its node.
 
     Raises:
         RendezvousError: the server cannot be reached.
@@ -99,7 +94,7 @@ class ControlClient:
         """The latter is set with each order, too."""
         self.attachment: Callable[[], Message | None] = lambda: None
         """Function that returns what to send with a periodic report and at the end of a run, or None."""
-        self._when_all_left: Callable[[], None] = _do_nothing
+        self._when_all_left: Callable[[], None] = lambda: None
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
@@ -218,15 +213,12 @@ class ControlClient:
         return self._here
 
     def leave_run(
-        self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = _do_nothing
+        self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until all ranks have ended a run (a fit, a test ...), or one of them has failed.
+        """End a run (a fit, a test ...) by `end`; wait until all ranks have, or one of them has failed.
 
-        Args:
-            end: ends the run in the state of this process, with `RankState.end_run`.
-            timeout_s: time limit, after which this rank leaves alone, and its end is no failure anymore.
-            when_all_left: called in the client's thread once all ranks have ended the run, before that
-                thread can learn of a later failure.
+        After `timeout_s` seconds this rank leaves alone, and its end is no failure anymore. The client's thread
+        calls `when_all_left` once all have ended the run, before it can learn of a later failure.
         """
         deadline = time.monotonic() + timeout_s
         looks_at = time.monotonic() + _LOOK_AGAIN_S
@@ -245,7 +237,7 @@ class ControlClient:
                     looks_at = time.monotonic() + _LOOK_AGAIN_S
                     self.post(protocol.CheckOrphanedWaits())
         finally:
-            self._when_all_left = _do_nothing
+            self._when_all_left = lambda: None
 
     def close(self) -> None:
         """Leave the job: the exit of this process is no failure anymore."""

@@ -62,7 +62,7 @@ class Connections:
 
     Args:
         address: name or address of this host whose interface is bound; '' for all, of IPv6 too.
-        num_ranks: number of ranks, for which the limit of open files is raised.
+        num_ranks: for which the limit of open files is raised.
 
     Raises:
         RendezvousError: the address is not one of this host.
@@ -161,7 +161,8 @@ class Connections:
 
     def send_all(self, message: Message) -> None:
         """Send a message to all processes of the job, last to this one, which may exit then."""
-        for peer in sorted(self.peers, key=_is_this_process):
+        here = os.getpid()
+        for peer in sorted(self.peers, key=lambda p: p.identity is not None and p.identity.pid == here):
             self.send(peer, message)
 
     def _flush(self, peer: Peer) -> None:
@@ -194,10 +195,6 @@ class Connections:
         self._wake_sender.close()
         self._selector.close()
         self._restore_limit()
-
-
-def _is_this_process(peer: Peer) -> bool:
-    return peer.identity is not None and peer.identity.pid == os.getpid()
 
 
 def _allow_descriptors(num_more: int) -> Callable[[], None]:

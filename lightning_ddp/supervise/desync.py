@@ -47,14 +47,7 @@ class _Announced:
 
 
 class DesyncDetector:
-    """Answers the questions of the ranks of one generation.
-
-    Methods return the messages to send.
-
-    Args:
-        world_size: number of ranks.
-        members: rank -> its process, once it has connected.
-    """
+    """Answers the questions of the `members` of one generation, by rank; methods return messages to send."""
 
     def __init__(self, world_size: int, members: Mapping[int, Process]) -> None:
         self._world_size, self._members = world_size, members
@@ -68,11 +61,7 @@ class DesyncDetector:
         """Findings for each group in which the ranks disagree; None until they are known."""
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
-        """Handle a message of a rank.
-
-        Raises:
-            ProtocolError: no rank sends such a message.
-        """
+        """Handle a message of a rank; raise `ProtocolError` if no rank sends such a message."""
         match message:
             case protocol.DiagnoseRequest(group, number):
                 return self._ask(rank, (group, number), now)
@@ -160,11 +149,7 @@ class DesyncDetector:
         return rank, protocol.Diagnosis(*question, findings)
 
     def stranded(self, all_ended: int) -> tuple[int, str] | None:
-        """Return, once per roll call, a rank that waits in vain for ranks that leave, and for what.
-
-        Args:
-            all_ended: number of runs that all members have ended.
-        """
+        """Return, once per roll call, a rank that waits in vain for ranks that leave, and for what."""
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):

@@ -18,13 +18,12 @@ Statuses = Mapping[int, RankStatus]  # status of each rank
 
 
 def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:
-    """Find where the ranks disagree.
+    """Find where the ranks disagree about a collective, for the rank `asker`.
 
     Args:
         statuses: of all ranks of the run.
-        asker: the rank that asks.
-        group: process group of the collective in question; None for that in which most ranks wait.
-        number: number of the collective.
+        group: process group of the collective; None for that in which most ranks wait.
+        number: of the collective in its group.
     """
     if not any(status.on(group) for status in statuses.values()):
         waits = [(a.group, a.number) for a in statuses.values() if a.group is not None and a.number]

@@ -262,12 +262,9 @@ def _package_of(file: str) -> str:
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
-    """Write the file in which torchelastic's agent looks for the error of one of its processes.
+    """Write the file TORCHELASTIC_ERROR_FILE, where torchelastic's agent looks for the error of a process.
 
-    Args:
-        path: the value of TORCHELASTIC_ERROR_FILE.
-        record: the first failure.
-        is_cause: True if it happened in this process.
+    The first failure `record` happened in this process if `is_cause`.
     """
     text = cause_of(record) if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text

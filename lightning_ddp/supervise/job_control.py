@@ -53,9 +53,7 @@ class JobControl:
     """State of one job.
 
     Args:
-        connections: sends the messages.
         token: secret of the job.
-        processes: the processes of the server's node.
         say: prints a text for people.
         with_stack: adds the stack of a process, where possible, to its record.
         pid: server's process: the others do not continue without a rank in it.
@@ -108,11 +106,7 @@ class JobControl:
     # ------------------------------------------------------------------ messages
 
     def hear(self, peer: Peer, message: Message, now: float) -> None:
-        """Handle a message of a process, or of a stranger.
-
-        Raises:
-            ProtocolError: the sender may not send it: the connection is to be closed.
-        """
+        """Handle a message; raise `ProtocolError` if the sender may not send it, and is to be hung up on."""
         if peer.identity is None:
             self._greet(peer, message, now)
             return

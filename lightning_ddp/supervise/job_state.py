@@ -103,11 +103,7 @@ class JobState:
     # ------------------------------------------------------------------ events
 
     def connected(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
-        """Add a process that has connected, in the place of its rank.
-
-        Raises:
-            ProtocolError: there is no place for it.
-        """
+        """Add a process that has connected; raise `ProtocolError` if its place is not free."""
         place, roster = who.rank, self.roster
         if who.start is None:
             may_come = self.phase is JobPhase.CONNECTING and place not in roster.nodes

@@ -26,11 +26,7 @@ _LARGEST = 1e300
 
 
 def pack(message: Message) -> bytes:
-    """Return the bytes of a message.
-
-    Raises:
-        ProtocolError: it is longer than `LIMIT_BYTES`.
-    """
+    """Return the bytes of a message; raise `ProtocolError` if it is longer than `LIMIT_BYTES`."""
     values = {"kind": message.kind, **asdict(message)}  # type: ignore[call-overload]  # all are dataclasses
     text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
     data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
@@ -40,11 +36,7 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Collects the bytes of one connection into messages.
-
-    Args:
-        limit_bytes: longest message; less for a connection without a hello.
-    """
+    """Collects the bytes of one connection into messages; the limit is less before its hello."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes

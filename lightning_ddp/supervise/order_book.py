@@ -101,12 +101,9 @@ class OrderBook:
     def give(
         self, template: Order, touched: Iterable[Process], living: Iterable[Process], now: float
     ) -> list[Send]:
-        """Return what is to be sent now.
+        """Return what is to be sent now; `template` is the order of the members, without a number.
 
-        Args:
-            template: order of the members, without a number.
-            touched: processes that have reported, or changed, since the last call.
-            living: all processes.
+        Processes that have reported, or changed, since the last call are `touched`, all are `living`.
         """
         if template != self._template:
             self._template, self._orders, touched = template, {}, living

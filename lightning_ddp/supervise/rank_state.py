@@ -43,9 +43,7 @@ class Passage(Enum):
 class RankState:
     """A process's side of `JobState`. Not thread-safe: whoever shares it has a lock.
 
-    Args:
-        place: rank of this process in the first generation.
-        is_new: True if this process is in the place of a lost one.
+    Its `place` is its rank in the first generation; `is_new` if it is in the place of a lost one.
     """
 
     def __init__(self, place: int, *, is_new: bool) -> None:
@@ -235,10 +233,9 @@ class RankState:
         self.rank = self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Note that the main thread has stopped; it commits nothing until it enters another generation.
+        """Note that the main thread has stopped, at the boundary on which all have agreed if `has_met`.
 
-        Args:
-            has_met: True at the boundary on which all have agreed.
+        It commits nothing until it enters another generation.
         """
         if self.state_of < 0:
             self.stand()
@@ -262,11 +259,7 @@ class RankState:
         return new
 
     def settle(self) -> None:
-        """Note that this process has the state of its generation.
-
-        Raises:
-            PeerFailure: another rank is lost already.
-        """
+        """Note that this process has the state of its generation; raise if another rank is lost already."""
         if self.is_called and self.error is not None:
             raise self.error
         self.state_of, self.phase = self.generation, RankPhase.RUNNING

@@ -29,7 +29,6 @@ class ControlServer:
         address: name or address of this host; its interface is bound.
         token: secret of the job.
         any_interface: True to bind all interfaces, for an address that is the loopback on this host only.
-        processes: the processes of this node.
 
     Raises:
         RendezvousError: the address is not one of this host.

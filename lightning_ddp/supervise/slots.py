@@ -72,7 +72,6 @@ class Slots:
     """The slots of a job by their places.
 
     Args:
-        roster: the processes.
         most: most starts in a slot without `STEPS_TO_FORGET` steps in between; None to start no process.
     """
 
@@ -100,7 +99,7 @@ class Slots:
     def may_come(self, who: Identity, *, is_launcher: bool) -> bool:
         """Return True if a new process was asked for, or is the launcher of a node that is back.
 
-        The latter may come before its loss is known: then it waits.
+        The latter waits if it comes before the loss of its node is known.
         """
         if self._most is None or self._roster.nodes.get(who.rank) != who.node_rank:
             return False
@@ -121,10 +120,7 @@ class Slots:
         ]
 
     def due(self, now: float) -> list[StartProcess]:
-        """Return the processes to start now.
-
-        A start is asked for again with its number after a while, in case that the first request was lost.
-        """
+        """Return the processes to start now, and again after a while, in case that a request was lost."""
         if self._most is None:
             return []
         for process in self._roster.standing:  # whom nobody was asked to start

@@ -23,9 +23,7 @@ def silent(identity: Identity, timeout_s: float) -> FailureRecord:
 class StallWatch:
     """Looks now and then for a rank that is silent, or makes no progress and waits for nobody.
 
-    Args:
-        timeout_s: seconds without progress after which a rank has stalled; None for no limit.
-        num_ranks: number of ranks.
+    A rank has stalled after `timeout_s` seconds without progress; None for no limit.
     """
 
     def __init__(self, timeout_s: float | None, num_ranks: int) -> None:
