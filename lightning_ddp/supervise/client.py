@@ -217,8 +217,8 @@ class ControlClient:
     ) -> None:
         """End a run (a fit, a test ...) by `end`; wait until all ranks have, or one of them has failed.
 
-        After `timeout_s` seconds this rank leaves alone, and its end is no failure anymore. The client's thread
-        calls `when_all_left` once all have ended the run, before it can learn of a later failure.
+        After `timeout_s` seconds this rank leaves alone, and its end is no failure anymore. Once all have
+        ended the run, the client's thread calls `when_all_left`, before it can learn of a later failure.
         """
         deadline = time.monotonic() + timeout_s
         looks_at = time.monotonic() + _LOOK_AGAIN_S

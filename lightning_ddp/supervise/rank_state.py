@@ -25,6 +25,8 @@ from lightning_ddp.supervise.orders import (
 
 __all__ = ["Passage", "RankState"]
 
+_FACTS = ("phase", "generation", "state_of", "begun", "ended", "run", "progress", "wish", "why")
+"""Fields of a report that are attributes of `RankState`."""
 _OUTSIDE = frozenset({RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED})
 """Phases from which a run leads to RUNNING."""
 _STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING, RankPhase.STANDING})
@@ -59,13 +61,13 @@ class RankState:
         self.wish: Wish | None = None
         self.stops_for: Wish | None = None  # wish for which all have stopped at a boundary, where they have
         self.begun = self.ended = 0  # numbers of runs that it has begun, and ended
+        self.run = ""  # name of the last one
+        self.progress: Progress | None = None
+        self.why: str | None = None
         self._is_new = is_new
         self._base = 0
-        self._run = ""
-        self._progress: Progress | None = None
-        self._why: str | None = None
         self._num_reports = 0
-        self._facts: object = self._know()  # facts of the last report
+        self._known: object = self._know()  # facts of the last report
 
     # ------------------------------------------------------------------ the thread of the channel
 
@@ -81,45 +83,29 @@ class RankState:
 
     def news(self, where: Callable[[], Where], *, is_due: bool = False) -> Report | None:
         """Return the report to send: all facts, if one of them has changed, or it is time."""
-        facts = self._know()
-        if facts == self._facts and not is_due:
+        known = self._know()
+        if known == self._known and not is_due:
             return None
-        self._facts = facts
+        self._known = known
         self._num_reports += 1
-        return Report(
-            number=self._num_reports,
-            heard=self.order.number,
-            phase=self.phase,
-            generation=self.generation,
-            state_of=self.state_of,
-            position=self.position,
-            begun=self.begun,
-            ended=self.ended,
-            run=self._run,
-            progress=self._progress,
-            wish=self.wish,
-            why=self._why,
-            where=where(),
-        )
+        facts = {name: getattr(self, name) for name in _FACTS}
+        heard, position = self.order.number, self.position
+        return Report(number=self._num_reports, heard=heard, position=position, where=where(), **facts)
 
     def say_again(self) -> None:
         """Have the last report repeated, as its answer is needed soon."""
-        self._facts = None
+        self._known = None
 
     def _know(self) -> object:
         """Return the facts that are news: the position only under HOLD, no order that asks for nothing."""
         heard = 0 if self.task in (Task.WAIT, Task.RUN) else self.order.number
         position = self.position if self.task is Task.HOLD else -1
-        return (
-            heard, position, self.phase, self.generation, self.state_of, self.begun, self.ended, self._run,
-            self._progress, self.wish, self._why,
-        )  # fmt: skip
+        return heard, position, *(getattr(self, name) for name in _FACTS)
 
     # ------------------------------------------------------------------ what is known
 
     @property
     def task(self) -> Task:
-        """Task of this process."""
         return self.order.task
 
     @property
@@ -164,13 +150,11 @@ class RankState:
     # ------------------------------------------------------------------ runs
 
     def begin_run(self, name: str) -> None:
-        """Begin a run, such as a fit."""
-        self.begun, self._run = self.begun + 1, name
+        self.begun, self.run = self.begun + 1, name
         if self.phase in _OUTSIDE and self.state_of >= 0:
             self.phase = RankPhase.RUNNING
 
     def end_run(self) -> None:
-        """End the run."""
         self.ended = self.begun
         if self.phase in (RankPhase.RUNNING, RankPhase.STARTING):
             self.phase = RankPhase.IDLE
@@ -178,7 +162,7 @@ class RankState:
     def fail(self, why: str | None) -> None:
         """Note that this process ends because of a failure, and why the others need it, if they do."""
         if self.phase is not RankPhase.ENDED:
-            self.phase, self._why = RankPhase.FAILED, why
+            self.phase, self.why = RankPhase.FAILED, why
 
     def leave(self) -> None:
         """Leave the job: the end of this process is no failure from now on."""
@@ -229,11 +213,10 @@ class RankState:
 
     def stand(self) -> None:
         """Wait, without a state and before the first step, to be let in."""
-        self.phase, self._progress = RankPhase.STANDING, None
-        self.rank = self.place
+        self.phase, self.progress, self.rank = RankPhase.STANDING, None, self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Note that the main thread has stopped, at the boundary on which all have agreed if `has_met`.
+        """Note that the main thread has stopped, at the boundary where all meet if `has_met`.
 
         It commits nothing until it enters another generation.
         """
@@ -241,12 +224,12 @@ class RankState:
             self.stand()
         else:
             is_meeting = has_met and self.task is Task.MEET
-            self.phase, self._progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
+            self.phase, self.progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
 
     def answer(self, progress: Progress) -> None:
         """Set where this process has stopped: the same until it enters another generation."""
-        if self._progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
-            self._progress = progress
+        if self.progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
+            self.progress = progress
 
     def enter_next(self) -> NewGeneration | None:
         """Enter and return the generation that this process is to enter, if any; it has stopped before."""
@@ -254,7 +237,7 @@ class RankState:
         if new is None or self.place not in new.members or new.number <= self.generation:
             return None
         self.generation, self.rank = new.number, new.members.index(self.place)
-        self.phase, self._progress = RankPhase.ENTERING, None
+        self.phase, self.progress = RankPhase.ENTERING, None
         self.position = self._base = 0
         return new
 
