@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,9 +16,6 @@ from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.failure_record import GONE, Identity
 from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.protocol import Message
-
-if sys.platform != "win32":
-    import resource
 
 __all__ = ["Connections", "Peer", "explain_loss", "keep_alive"]
 
@@ -199,8 +196,6 @@ class Connections:
 
 def _allow_descriptors(num_more: int) -> Callable[[], None]:
     """Raise the soft limit of open files; return the function that restores it if nobody has changed it."""
-    if sys.platform == "win32":
-        return lambda: None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(soft + num_more, hard)
     if soft != resource.RLIM_INFINITY and wanted > soft:
@@ -215,7 +210,6 @@ def _allow_descriptors(num_more: int) -> Callable[[], None]:
 
 
 def _listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port."""
     try:
         if not address and socket.has_dualstack_ipv6():
             everywhere = ("", 0)
