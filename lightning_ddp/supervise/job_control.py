@@ -114,12 +114,7 @@ class JobControl:
         match message:
             case protocol.DrainNode(node):
                 self._connections.send(peer, self._dismiss(node, now))
-            case (
-                protocol.Exited()
-                | protocol.PeerDisconnected()
-                | protocol.Failed()
-                | protocol.SecondaryFailure()
-            ):
+            case protocol.Failed():
                 self.report(message, now)
             case Report() if process is not None:
                 num_begun = process.report.begun
@@ -168,12 +163,6 @@ class JobControl:
     def report(self, message: Message, now: float) -> None:
         """Handle a report of a failure, also of the server's own process."""
         match message:
-            case protocol.Failed(record):
-                process = self._newcomer(record)
-                if process is None:
-                    self._verdict.accuse(record)
-                else:  # that concerns it alone
-                    self._send(process, protocol.Failure(record))
             case protocol.SecondaryFailure(record):
                 if self._newcomer(record) is None:
                     self._verdict.echo(record, now)
@@ -183,6 +172,12 @@ class JobControl:
             case protocol.Exited(record):
                 if self.job.exited(record, now):
                     self._verdict.exited(self._ranked(record), now)
+            case protocol.Failed(record):
+                process = self._newcomer(record)
+                if process is None:
+                    self._verdict.accuse(record)
+                else:  # that concerns it alone
+                    self._send(process, protocol.Failure(record))
 
     def _vanished(self, record: FailureRecord, now: float) -> None:
         """Handle the end of a process that its children have noticed."""

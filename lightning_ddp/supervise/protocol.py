@@ -131,27 +131,21 @@ class DrainNode(Message):
 
 
 class Failed(Message):
-    """Failure of a process."""
+    """Failure of a process; base of all messages that the server handles by `JobControl.report`."""
 
     record: FailureRecord
 
 
-class SecondaryFailure(Message):
+class SecondaryFailure(Failed):
     """Failure of a call that communicates, probably because another rank failed."""
 
-    record: FailureRecord
 
-
-class PeerDisconnected(Message):
+class PeerDisconnected(Failed):
     """Disappearance of a process that another one watches."""
 
-    record: FailureRecord
 
-
-class Exited(Message):
+class Exited(Failed):
     """Exit of a child, reported by its launcher, with its place as rank."""
-
-    record: FailureRecord
 
 
 class Saved(Message):
