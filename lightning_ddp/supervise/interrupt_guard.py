@@ -71,11 +71,6 @@ class InterruptGuard:
         return self._guard is _Guard.OUTSIDE
 
     @property
-    def is_deferred(self) -> bool:
-        """True while an interruption waits, as the main thread must not stop halfway."""
-        return self._guard is _Guard.DEFERRED
-
-    @property
     def is_forced(self) -> bool:
         """True if the main thread may be interrupted although it deferred that, as it took too long."""
         return self._guard is _Guard.FORCED

@@ -199,7 +199,7 @@ class JobState:
         process, key = self.roster.of(record), (record.rank, record.start)
         if process is None or (process.place, process.identity.start) != key:
             if key not in self.roster.ended_early and self._slots[record.rank].awaits(record.start):
-                self._slots[record.rank].failed(now)
+                self._slots[record.rank].ended(now)
             self.roster.ended_early.add(key)
             return not (self.goes_on and self.has_met)
         if process.has_exited:
@@ -215,12 +215,12 @@ class JobState:
         process.has_exited, slot = True, self._slots[process.place]
         match process.state:
             case ProcessState.RELEASED if process.has_state:
-                slot.left(now)
+                slot.ended(now, is_failure=False)
             case ProcessState.STANDING | ProcessState.RELEASED:
                 if slot.awaits(process.identity.start):
-                    slot.failed(now)
+                    slot.ended(now)
             case ProcessState.CONDEMNED if process not in self._lost:
-                slot.failed(now)
+                slot.ended(now)
         self._remove(process)
 
     def _remove(self, process: Process) -> None:
@@ -244,7 +244,7 @@ class JobState:
         if process.state is ProcessState.JOINING:  # it has not got as far as the others
             self.roster.put_out(process)
             if has_ended:
-                self._slots[process.place].failed(now)
+                self._slots[process.place].ended(now)
         else:
             self._lost[process] = record
         self._actions.append(End(process))

@@ -39,20 +39,14 @@ class Slot:
     def lost(self, step: int, now: float) -> None:
         """Note that a member is lost, and has ended, after `step` steps are committed."""
         is_soon = self.joined_at is not None and step - self.joined_at < STEPS_TO_FORGET
-        self.num_failed = self.num_failed if is_soon else -1
-        self.failed(now)
+        self.ended(now, is_failure=is_soon)
 
-    def failed(self, now: float) -> None:
-        """Note that a process has ended before it was a member; start the next one later each time."""
-        self.num_failed += 1
+    def ended(self, now: float, *, is_failure: bool = True) -> None:
+        """Note that a process has ended; start the next one at once, or later with each failure in a row."""
+        self.num_failed = self.num_failed + 1 if is_failure else 0
         self.is_awaited, self.joined_at = False, None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
         self.opens_at = now + (delay_s if self.num_failed else 0.0)
-
-    def left(self, now: float) -> None:
-        """Note that a member has left on request, and has ended, which is no failure."""
-        self.num_failed = -1
-        self.failed(now)
 
     def close(self) -> None:
         """Start no process, as the present one is to end."""
