@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.disagreement import explain, members_of, split_ranks
+from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.orders import NO_REPORT, Report
 from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, ProtocolError, RankStatus
@@ -148,15 +149,15 @@ class DesyncDetector:
             self._broken[question[0]] = findings
         return rank, protocol.Diagnosis(*question, findings)
 
-    def stranded(self, all_ended: int) -> tuple[int, str] | None:
-        """Return, once per roll call, a rank that waits in vain for ranks that leave, and for what."""
+    def stranded(self, all_ended: int) -> FailureRecord | None:
+        """Return, once per roll call, the failure of a rank that waits in vain for ranks that leave."""
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
             for group, number, is_start in statuses[rank].blocked_on:
                 never = [statuses[r].on(group) for r in ended & members_of(statuses, group)]
                 if not is_start and any(known is None or known.number < number for known in never):
-                    return rank, explain(statuses, rank, group, number).sentence
+                    return self._members[rank].failure(explain(statuses, rank, group, number).sentence)
         return None
 
     # ------------------------------------------------------------------ before each collective

@@ -96,11 +96,11 @@ class JobControl:
 
     def deadline(self, now: float) -> float | None:
         """Return when to call `decide` at the latest; None if nothing is pending."""
-        deadlines = [self._verdict.deadline(), self._inspection.deadline(), self._replicas.deadline()]
+        deadlines = [self._verdict.deadline(), self._inspection.deadline()]
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look())
         if not self._is_told:
-            deadlines.append(self.job.deadline(now))
+            deadlines += [self._replicas.deadline(), self.job.deadline(now)]
         return min((at for at in deadlines if at is not None), default=None)
 
     # ------------------------------------------------------------------ messages
@@ -181,22 +181,21 @@ class JobControl:
 
     def _vanished(self, record: FailureRecord, now: float) -> None:
         """Handle the end of a process that its children have noticed."""
-        process = self.job.roster.of(record) if self.job.goes_on else None
-        there = [member for member in self.job.roster.remaining if member.node == record.node_rank]
+        process = self.job.roster.of(record)
         if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
-            for member in there:  # a launching process that is no rank: nobody is left who starts ranks there
-                self._lose(member, member.failure("its launching process died"), now, has_ended=False)
+            # a launching process that is no rank: nobody is left who starts ranks there
+            self._lose_node(record.node_rank, "its launching process died", now, has_ended=False)
         elif process is None or process.is_member:
             self._verdict.vanished(self._ranked(record), now)
 
     def _newcomer(self, record: FailureRecord) -> Process | None:
         """Return the process of a record if the others continue without it, as it has no state."""
-        process = self.job.roster.of(record) if self.job.goes_on else None
+        process = self.job.roster.of(record)
         return None if process is None or process.state is ProcessState.MEMBER else process
 
     def _ranked(self, record: FailureRecord) -> FailureRecord:
         """Return the record with the present rank of its process."""
-        process = self.job.roster.of(record) if self.job.goes_on else None
+        process = self.job.roster.of(record)
         return record if process is None else replace(record, rank=process.rank)
 
     def lost(self, peer: Peer, error: OSError | None, now: float) -> None:
@@ -222,8 +221,7 @@ class JobControl:
         elif not self._lose(process, record, now, has_ended=True):
             self._verdict.accuse(record)
         else:
-            for other in [member for member in self.job.roster.remaining if member.node == process.node]:
-                self._lose(other, other.failure(message), now, has_ended=True)
+            self._lose_node(process.node, message, now, has_ended=True)
 
     def hang_up(self, peer: Peer, now: float) -> None:
         """Close a connection."""
@@ -240,6 +238,11 @@ class JobControl:
         self._end_with_echoes()
         return True
 
+    def _lose_node(self, node: int | None, message: str, now: float, *, has_ended: bool) -> None:
+        for member in self.job.roster.remaining:
+            if member.node == node:
+                self._lose(member, member.failure(message), now, has_ended=has_ended)
+
     def _end_with_echoes(self) -> None:
         """End the job if a process that is to answer a recovery has failed."""
         if self._settings.recovery is not None and not self._settings.recovery.exceptions:
@@ -253,7 +256,6 @@ class JobControl:
             self._connections.send(self._peers[process], message)
 
     def _deliver(self, outgoing: Outgoing) -> None:
-        """Send messages to ranks."""
         for rank, message in outgoing:
             if rank in self._members:
                 self._send(self._members[rank], message)
@@ -264,28 +266,28 @@ class JobControl:
         """Do what is due; return the first failure of the job once, when it is certain."""
         job = self.job
         self._renew(now)
+        self._deliver(self._inspection.due(now))
+        if self._is_told:
+            return None
         stalled = self._stall.find(job.roster.members, now)
-        if stalled is not None and not self._is_told:
+        if stalled is not None:
             process, record = stalled[0], self._with_stack(stalled[1])
             if not self._lose(process, record, now, has_ended=False):
                 self._verdict.accuse(record)
-        self._deliver(self._inspection.due(now))
         stranded = self._inspection.stranded(job.all_ended)
-        if stranded is not None and stranded[0] in self._members:
-            self._verdict.accuse(self._members[stranded[0]].failure(stranded[1]))
+        if stranded is not None:
+            self._verdict.accuse(stranded)
         difference = self._replicas.due(now)
-        if difference is not None and not self._is_told:
+        if difference is not None:
             self._differ(difference)
-        if not self._is_told:
-            for process in job.unexplained(now):
-                self._failed(process, now)
-            self._go_on(now)
+        for process in job.unexplained(now):
+            self._failed(process, now)
+        self._go_on(now)
         first = self._verdict.decide(now)
-        if first is None or self._is_told:
-            return None
-        self._is_told = True
-        self._say(job.history.tell())
-        self._connections.send_all(protocol.Failure(first))
+        if first is not None:
+            self._is_told = True
+            self._say(job.history.tell())
+            self._connections.send_all(protocol.Failure(first))
         return first
 
     def _differ(self, found: Difference) -> None:
