@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import Findings, RankStatus
 
-__all__ = ["explain", "join_ranks", "members_of", "split_ranks"]
+__all__ = ["explain", "join_ranks", "members_of", "name_ranks", "split_ranks"]
 
 _CERTAIN_AFTER_S = 1.0
 _MOST_MISSING, _MOST_ROWS = 1000, 16
@@ -88,7 +88,9 @@ def _first_difference(statuses: Statuses, group: str | None) -> str | None:
     for number in sorted({n for known in calls.values() for n in known}):
         callers = _by_value({rank: known[number] for rank, known in calls.items() if number in known})
         if len(callers) > 1:
-            called = [f"{_who(rs)} called {what}{_position(statuses, rs)}" for what, rs in callers.items()]
+            called = [
+                f"{name_ranks(rs)} called {what}{_position(statuses, rs)}" for what, rs in callers.items()
+            ]
             return f"as collective {number} of {group} " + "; ".join(called)
     return None
 
@@ -102,12 +104,11 @@ def _sum_up(statuses: Statuses, ranks: Sequence[int]) -> str:
     parts = []
     for text, same in list(_by_value({r: statuses[r].describe() for r in ranks}).items())[:_MOST_ROWS]:
         verb, _, rest = text.partition(" ")
-        parts.append(f"{_who(same)} {_PLURAL.get(verb, verb) if len(same) > 1 else verb} {rest}")
+        parts.append(f"{name_ranks(same)} {_PLURAL.get(verb, verb) if len(same) > 1 else verb} {rest}")
     return "; ".join(parts)
 
 
 def _table(statuses: Statuses) -> str:
-    """Return a table with a row per rank, for the first ranks."""
     rows = ["rank  state  for"]
     for rank, status in sorted(statuses.items())[:_MOST_ROWS]:
         of_group = (
@@ -123,14 +124,14 @@ def _table(statuses: Statuses) -> str:
 
 
 def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks of each value."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ranks
 
 
-def _who(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence, as `rank 3` or `ranks 0-2, 5`."""
     return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
 
 
