@@ -33,15 +33,8 @@ __all__ = [
 GONE = "the process died without a report (killed by a signal, or ended by os._exit)"
 """Message of a process whose connection closed."""
 
-_LONGEST = {
-    "message": 9_000,
-    "traceback": 36_000,
-    "host": 300,
-    "phase": 300,
-    "exception_type": 300,
-    "exception_class": 300,
-    "checkpoint": 4_100,
-}
+_LONGEST = {"message": 9_000, "traceback": 36_000, "checkpoint": 4_100}
+_LONGEST |= dict.fromkeys(("host", "phase", "exception_type", "exception_class"), 300)
 """Most characters of each text; together they fit into a message of the channel."""
 _MOST_LINES = 40
 _MOST_SHOWN = 20  # most generations in a report
@@ -254,7 +247,7 @@ def _folded(traceback: str) -> str:
 
 
 def _package_of(file: str) -> str:
-    """Return the installed package of a file; "" for the user's files."""
+    """Return the installed package of a file, if it is none of the user's; else ""."""
     found = _SITE_PACKAGE.search(file)
     if found:
         return found[1]
