@@ -78,8 +78,7 @@ class ControlClient:
         """Read and changed while `lock` is held."""
         self.lock = threading.RLock()
         self.failure: FailureRecord | None = None
-        self.has_lost_server = False
-        """True if the failure is that of the server's process, which would report others."""
+        self.has_lost_server = False  # True if the failure is the end of the server, which reports others
         self._server, self._settings, self._parent = server, settings, parent
         self._first_identity = identity
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
@@ -90,10 +89,8 @@ class ControlClient:
         self._num_wakes = self._num_sent = 0
         self._sent = threading.Condition()
         self._next_report = time.monotonic() + self.state.order.period_s
-        self._learned, self._ordered = threading.Event(), threading.Event()
-        """The latter is set with each order, too."""
-        self.attachment: Callable[[], Message | None] = lambda: None
-        """Function that returns what to send with a periodic report and at the end of a run, or None."""
+        self._learned, self._ordered = threading.Event(), threading.Event()  # the latter with each order, too
+        self.attachment: Callable[[], Message | None] = lambda: None  # sent with reports, and as a run ends
         self._when_all_left: Callable[[], None] = lambda: None
         self._here: list[int] | None = None
         self._here_answered = threading.Event()

@@ -26,8 +26,7 @@ _RECEIVE_BYTES = 64 * 1024
 _HELLO_WAIT_S = 10.0
 _BACKLOG = 65_535  # the kernel has a limit of its own
 _MOST_UNSENT_BYTES = 4 * 1024 * 1024
-_SPARE_CONNECTIONS = 64
-"""Number of connections without a hello, beyond those of ranks that have not connected."""
+_SPARE_CONNECTIONS = 64  # connections without a hello, beyond those of ranks that have not connected
 _ACCEPTED_AT_ONCE = 256
 _RETRY_S = 0.05
 

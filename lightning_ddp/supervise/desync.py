@@ -20,8 +20,7 @@ from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, Protoc
 __all__ = ["ANSWER_WAIT_S", "DesyncDetector"]
 
 ANSWER_WAIT_S = 1.0  # seconds that a roll call waits for answers
-_FIRST_LOOK_S = 1.0
-"""Age of an announced collective at which a roll call looks for the ranks that do not come."""
+_FIRST_LOOK_S = 1.0  # age of an announced collective at which ranks that do not come are looked for
 _PAUSE_S = 5.0  # least time between two roll calls that look for ranks that do not come
 _FRESH_S = 3.0
 
@@ -55,8 +54,7 @@ class DesyncDetector:
         self._num_rolls = 0
         self._roll: _RollCall | None = None
         self._last: tuple[float, dict[int, RankStatus]] = (float("-inf"), {})
-        self._unchecked: dict[int, RankStatus] = {}
-        """Statuses of the last roll call, until `stranded` has seen them."""
+        self._unchecked: dict[int, RankStatus] = {}  # of the last roll call, until `stranded` has seen them
         self._announced: dict[str, _Announced] = {}
         self._broken: dict[str | None, Findings | None] = {}
         """Findings for each group in which the ranks disagree; None until they are known."""

@@ -24,10 +24,8 @@ from enum import Enum, auto
 __all__ = ["InterruptGuard"]
 
 _ABORT_EVERY_S = 0.3
-_LONGEST_STEP_S = 1.0
-"""Longest time that an interruption for the end of the job is deferred, as for an optimizer step."""
-_FINALIZERS = {"__del__", "_callback", "remove"}
-"""Functions in which Python swallows exceptions; the latter two are those of weakref."""
+_LONGEST_STEP_S = 1.0  # most seconds for which the end of the job is deferred, as for an optimizer step
+_FINALIZERS = {"__del__", "_callback", "remove"}  # Python swallows what they raise; the latter are of weakref
 
 
 class _Guard(Enum):

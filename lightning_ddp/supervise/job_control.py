@@ -83,8 +83,7 @@ class JobControl:
         self._inspection = DesyncDetector(world_size, self._members)
         self._replicas = ReplicaComparison(range(world_size))
         self._seen = -1  # generation for which the detector and the comparison were made
-        self._gone_between: list[FailureRecord] = []
-        """Processes that vanished between two runs: a failure if another run begins."""
+        self._gone_between: list[FailureRecord] = []  # vanished between runs: failures if another one begins
         self._is_told = False
         self._checkpoint: str | None = None
 

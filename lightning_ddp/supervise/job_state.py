@@ -30,13 +30,10 @@ from lightning_ddp.supervise.slots import Slots
 
 __all__ = ["JobState"]
 
-SETTLE_S = 0.1
-"""Seconds after a failure, or a request to leave, in which others become part of the same change."""
+SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others become part of the same change
 _PERIOD_S = 1.0
-_REPORTS_A_S = 128
-"""Reports per second of all ranks together while no fact changes: each costs the server some 50 us."""
-_EXPLAINED_WITHIN_S = 5.0
-"""Seconds after a member has reported that it fails, until that alone is its failure."""
+_REPORTS_A_S = 128  # of all ranks together while no fact changes: each report costs the server some 50 us
+_EXPLAINED_WITHIN_S = 5.0  # seconds after which the report of a member that it fails is its failure
 _MOST_VOIDS = 5
 _MEETS_WITHIN_S = 30.0
 """Seconds in which ranks that are all there fail to connect at least `_MOST_VOIDS` times, until the run ends:
@@ -66,8 +63,7 @@ class JobState:
         self.reason: str | None = None  # reason for which the job cannot continue
         self.cause: FailureRecord | None = None  # first failure since all were running
         self.all_ended = 0  # number of runs that all members have ended
-        self.is_pending = False
-        """True while a failure waits for its explanation: no generation is formed meanwhile."""
+        self.is_pending = False  # True while a failure waits for its explanation: no generation is formed
         self.left: list[int] = []  # places of processes that have left since a generation was whole
         replaces = isinstance(recovery, ReplaceSettings)
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)

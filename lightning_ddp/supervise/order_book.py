@@ -27,8 +27,7 @@ class CurrentPhase:
     def __init__(self, grace_s: float) -> None:
         self.name = JobPhase.CONNECTING
         self.since = 0.0
-        self.awaited: set[Process] = set()
-        """Members that have not followed the order of this phase, and lost ones that have not ended."""
+        self.awaited: set[Process] = set()  # have not followed the order, or are lost and have not ended
         self._grace_s, self._look_at = grace_s, 0.0
 
     def begin(self, name: JobPhase, members: Iterable[Process], now: float) -> None:

@@ -102,13 +102,10 @@ class Roster:
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self.living: dict[int, Process] = {}  # processes that are not gone, by their numbers
-        self.members: list[Process] = []
-        """Members of the last generation that was formed, by rank; also those that were lost since."""
-        self.outside: dict[int, Process] = {}
-        """Living processes that belong to no generation, by their numbers."""
+        self.members: list[Process] = []  # of the last generation formed, by rank, with those lost since
+        self.outside: dict[int, Process] = {}  # those that belong to no generation, by their numbers
         self.nodes: dict[int, int] = {}  # place -> its node
-        self.ended_early: set[tuple[int, int | None]] = set()
-        """Place and start of processes that have ended before they had connected."""
+        self.ended_early: set[tuple[int, int | None]] = set()  # place and start: ended before they connected
         self._known: dict[tuple[int | None, int | None], Process] = {}
         """Node and process id -> the last process that had them, also if it is gone."""
         self._num_connected = 0

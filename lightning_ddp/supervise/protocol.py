@@ -104,8 +104,7 @@ class Findings:
     sentence: str  # description of the disagreement
     table: str  # state of each rank, and for how long
     missing: tuple[int, ...]  # global ranks that have not called the collective
-    is_contradiction: bool = False
-    """True if ranks wait in different collectives of the same number, which cannot end."""
+    is_contradiction: bool = False  # True if ranks wait in different collectives of the same number, for ever
 
 
 # ---------------------------------------------------------------------- from a process of the job

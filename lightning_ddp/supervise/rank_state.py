@@ -54,8 +54,7 @@ class RankState:
         self.generation = 0  # the last one that it has entered
         self.state_of = -1 if is_new else 0  # the last generation whose state it has; -1 for none
         self.order = NO_ORDER  # the last order that was heard
-        self.members: tuple[int, ...] | None = None
-        """Places of the last generation that was heard of; None for the first one."""
+        self.members: tuple[int, ...] | None = None  # in the last generation heard of; None for the first one
         self.position = 0  # number of boundaries that were passed
         self.may_meet = True  # True if ranks may join or leave at the boundary that comes next
         self.wish: Wish | None = None

@@ -25,8 +25,7 @@ class Recoveries:
         self._most = most
         self._num = 0
         self._recovered_at: int | None = None
-        self._failed_at: dict[str, int] = {}
-        """Kind of failure of a process by its own doing -> the last step of one."""
+        self._failed_at: dict[str, int] = {}  # kind of failure by its own doing -> the last step of one
 
     def count(
         self, members: Iterable[Progress], lost: Iterable[FailureRecord], *, is_new: bool

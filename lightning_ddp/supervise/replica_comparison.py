@@ -27,8 +27,7 @@ class Difference:
 
     ranks: tuple[int, ...]  # ranks that are not in the majority; all if there is none
     has_majority: bool
-    can_be_copied: bool
-    """False where what differs is not a part of the state that a rank takes over from another one."""
+    can_be_copied: bool  # False if a part differs that a rank does not take over from another one
     text: str
 
 

@@ -28,8 +28,7 @@ class StallWatch:
 
     def __init__(self, timeout_s: float | None, num_ranks: int) -> None:
         self._timeout_s = 0.0 if timeout_s is None else timeout_s
-        self.interval_s: float | None = None
-        """Period of reports: a stopped rank is found by so much later than the timeout."""
+        self.interval_s: float | None = None  # period of reports: a stopped rank is found by so much later
         if timeout_s is not None:
             often = max(_REPORT_EVERY_S, num_ranks / _REPORTS_A_S)
             self.interval_s = min(timeout_s / REPORTS_A_TIMEOUT, often)
