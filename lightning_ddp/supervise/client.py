@@ -38,8 +38,6 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Address of the control server."""
-
     host: str
     port: int
     token: str  # secret of the job
@@ -131,7 +129,6 @@ class ControlClient:
 
     @property
     def server(self) -> Identity:
-        """Process of the control server."""
         return self._server.identity
 
     @property

@@ -175,7 +175,6 @@ class Connections:
             self._selector.modify(peer.connection, wanted, peer)
 
     def hang_up(self, peer: Peer) -> None:
-        """Close a connection."""
         if not peer.is_closed:
             self._selector.unregister(peer.connection)
             peer.connection.close()

@@ -77,8 +77,6 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Position of a rank."""
-
     step: int | None = None  # global step; None outside of training
     phase: str | None = None  # hook or stage that runs
     waits_for: str | None = None  # awaited collective

@@ -193,12 +193,10 @@ class JobControl:
         return None if process is None or process.state is ProcessState.MEMBER else process
 
     def _ranked(self, record: FailureRecord) -> FailureRecord:
-        """Return the record with the present rank of its process."""
         process = self.job.roster.of(record)
         return record if process is None else replace(record, rank=process.rank)
 
     def lost(self, peer: Peer, error: OSError | None, now: float) -> None:
-        """Handle the end of a connection."""
         process = self._process_of.get(peer)
         self.hang_up(peer, now)
         if process is None or not process.is_member:
@@ -223,7 +221,6 @@ class JobControl:
             self._lose_node(process.node, message, now, has_ended=True)
 
     def hang_up(self, peer: Peer, now: float) -> None:
-        """Close a connection."""
         self._connections.hang_up(peer)
         process = self._process_of.pop(peer, None)
         if process is not None:

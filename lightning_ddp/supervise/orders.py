@@ -88,8 +88,6 @@ class Report(Message):
 
 
 class Task(StrEnum):
-    """Task of a process."""
-
     WAIT = "wait"
     RUN = "run"
     HOLD = "hold"
@@ -115,7 +113,6 @@ class JobPhase(Enum):
 
     @property
     def task(self) -> Task:
-        """Task of the members."""
         return self.value[0]
 
 

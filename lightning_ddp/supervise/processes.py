@@ -91,7 +91,6 @@ class Process:
 
     @property
     def wants_to_leave(self) -> bool:
-        """True if it was asked to leave."""
         wish = self.report.wish
         return self.is_dismissed or (wish is not None and wish.kind is not WishKind.STOP)
 
@@ -170,7 +169,6 @@ class Roster:
             process.rank = rank
 
     def remove(self, process: Process) -> None:
-        """Note that a process is gone."""
         process.state = ProcessState.GONE
         self.living.pop(process.number, None)
         self.outside.pop(process.number, None)

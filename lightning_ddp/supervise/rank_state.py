@@ -130,7 +130,6 @@ class RankState:
 
     @property
     def has_new(self) -> bool:
-        """True if others join at the boundary where all meet."""
         return self.order.has_new
 
     @property

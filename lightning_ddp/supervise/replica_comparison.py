@@ -33,8 +33,6 @@ class Difference:
 
 @dataclass
 class _Question:
-    """Question what all ranks have hashed at some time."""
-
     number: int
     deadline: float
     answers: dict[int, protocol.StateValues] = field(default_factory=dict)

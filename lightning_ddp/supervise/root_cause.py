@@ -66,7 +66,6 @@ class RootCauseTracker:
 
     @property
     def echoes(self) -> list[FailureRecord]:
-        """Failures that wait for the one behind them."""
         return [record for _, record in self._echoes]
 
     def set_aside(self, record: FailureRecord) -> None:

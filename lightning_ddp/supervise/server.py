@@ -74,12 +74,10 @@ class ControlServer:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks have connected."""
         return self._job.has_met
 
     @property
     def identities(self) -> list[Identity]:
-        """Identities of the members that are connected."""
         return [member.who for member in self._job.roster.remaining]
 
     @property

@@ -19,8 +19,6 @@ _ASK_AGAIN_S = 15.0
 
 @dataclass
 class Slot:
-    """The slot of one place."""
-
     opens_at: float | None = None  # time of the next start
     is_awaited: bool = False  # True if the last process that was started is no member yet
     joined_at: int | None = None  # step at which its present process has joined; None for a first one
@@ -29,11 +27,9 @@ class Slot:
     num_started: int = 0  # number of processes that were to be started here, the first one not counted
 
     def awaits(self, start: int | None) -> bool:
-        """Return True if the process of this start is awaited."""
         return self.is_awaited and start == self.num_started
 
     def is_open(self, now: float) -> bool:
-        """Return True if a process is to be started."""
         return self.opens_at is not None and self.opens_at <= now
 
     def lost(self, step: int, now: float) -> None:
