@@ -78,23 +78,17 @@ class RankStatus:
     def describe(self) -> str:
         """Return the state as a predicate of 'rank 3'."""
         at = Where(step=self.step, phase=self.phase).in_words()
-        match self.state:
-            case "waits":
-                return f"waits in {self.label}{at}"
-            case "starts":
-                return f"is about to start {self.label}{at}"
-            case "runs":
-                line = f" ({self.at})" if self.at else ""
-                beside = f", while a thread beside it waits in {self.label}" if self.label else ""
-                return f"waits for no collective{at}{line}{beside}"
-            case "finished":
-                return f"has finished {self.label or 'its run'}{Where(step=self.step).in_words()}"
-            case "ending":
-                return f"ends because of a failure{at}"
-            case "silent":
-                return "does not answer: it is stopped, or something holds its interpreter"
-            case "gone":
-                return "is gone"
+        line = f" ({self.at})" if self.at else ""
+        beside = f", while a thread beside it waits in {self.label}" if self.label else ""
+        return {
+            "waits": f"waits in {self.label}{at}",
+            "starts": f"is about to start {self.label}{at}",
+            "runs": f"waits for no collective{at}{line}{beside}",
+            "finished": f"has finished {self.label or 'its run'}{Where(step=self.step).in_words()}",
+            "ending": f"ends because of a failure{at}",
+            "silent": "does not answer: it is stopped, or something holds its interpreter",
+            "gone": "is gone",
+        }[self.state]
 
 
 @dataclass(frozen=True, kw_only=True)
