@@ -10,7 +10,7 @@ import functools
 import json
 import struct
 import types
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -79,13 +79,11 @@ def _parse(data: bytes) -> Message:
     return message
 
 
-@dataclass(frozen=True, eq=False)
-class _Type:
-    """The type of a field, taken apart once: 16,384 ranks read a message at the same time."""
+_Type = tuple[Any, Any, tuple[Any, ...]]
+"""Hint of a field, its origin, and the types of its parts; also the choices of a text, or its longest length.
 
-    hint: Any
-    origin: Any
-    parts: tuple[Any, ...]  # types of what it is made of; the choices of a text, or the limit of its length
+Hints are taken apart once, as 16,384 ranks read a message at the same time.
+"""
 
 
 @functools.cache
@@ -93,19 +91,17 @@ def _type_of(hint: Any) -> _Type:
     origin, arguments = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
-        return _Type(
-            hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
-        )
+        return hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return _Type(hint, StrEnum, tuple(hint))
+        return hint, StrEnum, tuple(hint)
     if origin is Literal:
-        return _Type(hint, origin, arguments)
-    return _Type(hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments))
+        return hint, origin, arguments
+    return hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments)
 
 
 def _read(kind: _Type, value: Any) -> Any:
     """Return a JSON value as the type of its field; raise `ProtocolError` with what is wrong."""
-    hint, origin, parts = kind.hint, kind.origin, kind.parts
+    hint, origin, parts = kind
     if (type(value) is hint and hint is not float) or hint is Any:
         return value
     if origin in (Union, types.UnionType):
@@ -115,7 +111,7 @@ def _read(kind: _Type, value: Any) -> Any:
     if origin == "fields" and type(value) is dict:
         return hint(**dict(_read_field(name, part, value) for name, part in parts))
     if origin is tuple and type(value) is list:
-        if parts[-1].hint is ...:
+        if parts[-1][0] is ...:
             return tuple(_read(parts[0], part) for part in value)
         if len(value) == len(parts):
             return tuple(map(_read, parts, value))
