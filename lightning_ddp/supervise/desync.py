@@ -153,8 +153,8 @@ class DesyncDetector:
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
             for group, number, is_start in statuses[rank].blocked_on:
-                never = [statuses[r].on(group) for r in ended & members_of(statuses, group)]
-                if not is_start and any(known is None or known.number < number for known in never):
+                never = ended & members_of(statuses, group)
+                if not is_start and any(statuses[r].on(group).number < number for r in never):
                     return self._members[rank].failure(explain(statuses, rank, group, number).sentence)
         return None
 
@@ -212,5 +212,4 @@ class DesyncDetector:
         if is_start:
             announced = self._announced.get(group)
             return announced is None or announced.number != number or rank not in announced.texts
-        started = (statuses[r].on(group) for r in members_of(statuses, group))
-        return all(known is not None and known.number >= number for known in started)
+        return all(statuses[r].on(group).number >= number for r in members_of(statuses, group))

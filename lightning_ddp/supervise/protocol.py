@@ -54,6 +54,9 @@ class GroupStatus:
     calls: dict[int, Text] = field(default_factory=dict)  # the last few collectives, by number
 
 
+_NO_GROUP = GroupStatus(name="", ranks="", number=-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
     """Present activity of a rank."""
@@ -71,9 +74,9 @@ class RankStatus:
     blocked_on: Annotated[tuple[tuple[Text, int, bool], ...], _MOST_GROUPS] = ()
     """Group, number and `is_start` of the collectives that block the rank; empty if it may continue."""
 
-    def on(self, group: str | None) -> GroupStatus | None:
-        """Return the status of one group."""
-        return next((known for known in self.groups if known.name == group), None)
+    def on(self, group: str | None) -> GroupStatus:
+        """Return the status of one group; its number is -1 if the rank does not know the group."""
+        return next((known for known in self.groups if known.name == group), _NO_GROUP)
 
     def describe(self) -> str:
         """Return the state as a predicate of 'rank 3'."""
