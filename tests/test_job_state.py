@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from simulation.network import Socket
 
-from lightning_ddp.supervise.actions import Accuse, Action, End, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Peer
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
@@ -27,7 +26,7 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-from lightning_ddp.supervise.processes import Process
+from lightning_ddp.supervise.processes import Accuse, Action, End, Process, Say, Send, StartProcess
 from lightning_ddp.supervise.protocol import Hello, Message, ProtocolError
 from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings

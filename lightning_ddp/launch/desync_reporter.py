@@ -24,7 +24,7 @@ from lightning_ddp.comm.group import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
 from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S
-from lightning_ddp.supervise.disagreement import join_ranks
+from lightning_ddp.supervise.disagreement import join_ranks, name_ranks
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import (
     CollectiveApproved,
@@ -210,7 +210,7 @@ class DesyncReporter:
         found = self._ask(waiting.entry or self._interrupt.activity.entry())
         waited_s = time.monotonic() - waiting.begun_at
         missing = list(found.missing)
-        absent = f"; missing: rank{'s' * (len(missing) > 1)} {join_ranks(missing)}" if missing else ""
+        absent = f"; missing: {name_ranks(missing)}" if missing else ""
         limit_s = self.deadline_s
         return CollectiveTimeoutError(
             f"rank {self._rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"

@@ -31,26 +31,17 @@ __all__ = ["ControlClient", "ServerAddress", "ask"]
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0
-_LAST_FLUSH_WAIT_S = 5.0
-"""Longer, as without the last report the exit of this process is a failure."""
+_LAST_FLUSH_WAIT_S = 5.0  # longer, as without the last report the exit of this process is a failure
 _LOOK_AGAIN_S = 5.0
 _LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Address of the control server."""
-
     host: str
     port: int
-    token: str
-    """Secret of the job."""
-    identity: Identity
-    """Process of the server, which is named if it vanishes."""
-
-
-def _do_nothing() -> None:
-    """Do nothing, as the default of a callback."""
+    token: str  # secret of the job
+    identity: Identity  # process of the server, which is named if it vanishes
 
 
 class ControlClient:
@@ -63,7 +54,6 @@ class ControlClient:
         where: returns what this rank does.
         parent: process that started this one, if it is of this job: its end is noticed.
         on_message: called with each message that is not for the client itself.
-        is_launcher: True if it starts the processes of its node.
 
     Raises:
         RendezvousError: the server cannot be reached.
@@ -86,8 +76,7 @@ class ControlClient:
         """Read and changed while `lock` is held."""
         self.lock = threading.RLock()
         self.failure: FailureRecord | None = None
-        self.has_lost_server = False
-        """True if the failure is that of the server's process, which would report others."""
+        self.has_lost_server = False  # True if the failure is the end of the server, which reports others
         self._server, self._settings, self._parent = server, settings, parent
         self._first_identity = identity
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
@@ -98,11 +87,9 @@ class ControlClient:
         self._num_wakes = self._num_sent = 0
         self._sent = threading.Condition()
         self._next_report = time.monotonic() + self.state.order.period_s
-        self._learned, self._ordered = threading.Event(), threading.Event()
-        """The latter is set with each order, too."""
-        self.attachment: Callable[[], Message | None] = lambda: None
-        """Function that returns what to send with a periodic report and at the end of a run, or None."""
-        self._when_all_left: Callable[[], None] = _do_nothing
+        self._learned, self._ordered = threading.Event(), threading.Event()  # the latter with each order, too
+        self.attachment: Callable[[], Message | None] = lambda: None  # sent with reports, and as a run ends
+        self._when_all_left: Callable[[], None] = lambda: None
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
@@ -142,7 +129,6 @@ class ControlClient:
 
     @property
     def server(self) -> Identity:
-        """Process of the control server."""
         return self._server.identity
 
     @property
@@ -221,15 +207,12 @@ class ControlClient:
         return self._here
 
     def leave_run(
-        self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = _do_nothing
+        self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until all ranks have ended a run (a fit, a test ...), or one of them has failed.
+        """End a run (a fit, a test ...) by `end`; wait until all ranks have, or one of them has failed.
 
-        Args:
-            end: ends the run in the state of this process, with `RankState.end_run`.
-            timeout_s: time limit, after which this rank leaves alone, and its end is no failure anymore.
-            when_all_left: called in the client's thread once all ranks have ended the run, before that
-                thread can learn of a later failure.
+        After `timeout_s` seconds this rank leaves alone, and its end is no failure anymore. Once all have
+        ended the run, the client's thread calls `when_all_left`, before it can learn of a later failure.
         """
         deadline = time.monotonic() + timeout_s
         looks_at = time.monotonic() + _LOOK_AGAIN_S
@@ -248,7 +231,7 @@ class ControlClient:
                     looks_at = time.monotonic() + _LOOK_AGAIN_S
                     self.post(protocol.CheckOrphanedWaits())
         finally:
-            self._when_all_left = _do_nothing
+            self._when_all_left = lambda: None
 
     def close(self) -> None:
         """Leave the job: the exit of this process is no failure anymore."""

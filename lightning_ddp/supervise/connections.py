@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,9 +17,6 @@ from lightning_ddp.supervise.failure_record import GONE, Identity
 from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.protocol import Message
 
-if sys.platform != "win32":
-    import resource
-
 __all__ = ["Connections", "Peer", "explain_loss", "keep_alive"]
 
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
@@ -29,8 +26,7 @@ _RECEIVE_BYTES = 64 * 1024
 _HELLO_WAIT_S = 10.0
 _BACKLOG = 65_535  # the kernel has a limit of its own
 _MOST_UNSENT_BYTES = 4 * 1024 * 1024
-_SPARE_CONNECTIONS = 64
-"""Number of connections without a hello, beyond those of ranks that have not connected."""
+_SPARE_CONNECTIONS = 64  # connections without a hello, beyond those of ranks that have not connected
 _ACCEPTED_AT_ONCE = 256
 _RETRY_S = 0.05
 
@@ -45,8 +41,7 @@ class Peer:
         self.events = selectors.EVENT_READ
         self.since = time.monotonic()
         self.identity: Identity | None = None
-        self.reads_nothing = False
-        """True if the connection was closed for that."""
+        self.reads_nothing = False  # True if the connection was closed for that
 
     @property
     def is_closed(self) -> bool:
@@ -63,19 +58,16 @@ class Connections:
 
     Args:
         address: name or address of this host whose interface is bound; '' for all, of IPv6 too.
-        num_ranks: number of ranks, for which the limit of open files is raised.
+        num_ranks: for which the limit of open files is raised.
 
     Raises:
         RendezvousError: the address is not one of this host.
     """
 
     def __init__(self, address: str, num_ranks: int) -> None:
-        self.peers: dict[Peer, None] = {}
-        """Processes of the job."""
-        self.strangers: dict[Peer, None] = {}
-        """Connections without a hello, the oldest first."""
-        self._packed: tuple[Message, bytes] | None = None
-        """The last message, and its bytes."""
+        self.peers: dict[Peer, None] = {}  # processes of the job
+        self.strangers: dict[Peer, None] = {}  # connections without a hello, the oldest first
+        self._packed: tuple[Message, bytes] | None = None  # the last message, and its bytes
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
         self._restore_limit = _allow_descriptors(2 * num_ranks + _SPARE_CONNECTIONS)  # with the store's
@@ -165,7 +157,8 @@ class Connections:
 
     def send_all(self, message: Message) -> None:
         """Send a message to all processes of the job, last to this one, which may exit then."""
-        for peer in sorted(self.peers, key=_is_this_process):
+        here = os.getpid()
+        for peer in sorted(self.peers, key=lambda p: p.identity is not None and p.identity.pid == here):
             self.send(peer, message)
 
     def _flush(self, peer: Peer) -> None:
@@ -182,7 +175,6 @@ class Connections:
             self._selector.modify(peer.connection, wanted, peer)
 
     def hang_up(self, peer: Peer) -> None:
-        """Close a connection."""
         if not peer.is_closed:
             self._selector.unregister(peer.connection)
             peer.connection.close()
@@ -200,14 +192,8 @@ class Connections:
         self._restore_limit()
 
 
-def _is_this_process(peer: Peer) -> bool:
-    return peer.identity is not None and peer.identity.pid == os.getpid()
-
-
 def _allow_descriptors(num_more: int) -> Callable[[], None]:
     """Raise the soft limit of open files; return the function that restores it if nobody has changed it."""
-    if sys.platform == "win32":
-        return lambda: None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(soft + num_more, hard)
     if soft != resource.RLIM_INFINITY and wanted > soft:
@@ -222,7 +208,6 @@ def _allow_descriptors(num_more: int) -> Callable[[], None]:
 
 
 def _listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port."""
     try:
         if not address and socket.has_dualstack_ipv6():
             everywhere = ("", 0)

@@ -12,30 +12,26 @@ from dataclasses import dataclass, field, replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.disagreement import explain, members_of, split_ranks
+from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.orders import NO_REPORT, Report
 from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, ProtocolError, RankStatus
 
 __all__ = ["ANSWER_WAIT_S", "DesyncDetector"]
 
-ANSWER_WAIT_S = 1.0
-"""Seconds that a roll call waits for answers."""
-_FIRST_LOOK_S = 1.0
-"""Age of an announced collective at which a roll call looks for the ranks that do not come."""
-_PAUSE_S = 5.0
-"""Least time between two roll calls that look for ranks that do not come."""
+ANSWER_WAIT_S = 1.0  # seconds that a roll call waits for answers
+_FIRST_LOOK_S = 1.0  # age of an announced collective at which ranks that do not come are looked for
+_PAUSE_S = 5.0  # least time between two roll calls that look for ranks that do not come
 _FRESH_S = 3.0
 
-_Question = tuple[str | None, int]
-"""A collective: the name of its process group, and its number there."""
+_Question = tuple[str | None, int]  # a collective: the name of its process group, and its number there
 
 
 @dataclass
 class _RollCall:
     number: int
     deadline: float
-    waiting: set[int]
-    """Ranks that have not answered."""
+    waiting: set[int]  # ranks that have not answered
     statuses: dict[int, RankStatus] = field(default_factory=dict)
     askers: set[tuple[int, _Question]] = field(default_factory=set)
 
@@ -47,37 +43,24 @@ class _Announced:
     ranks: frozenset[int]
     number: int
     since: float
-    texts: dict[int, str] = field(default_factory=dict)
-    """Collective that each rank is about to call."""
+    texts: dict[int, str] = field(default_factory=dict)  # collective that each rank is about to call
 
 
 class DesyncDetector:
-    """Answers the questions of the ranks of one generation.
-
-    Methods return the messages to send.
-
-    Args:
-        world_size: number of ranks.
-        members: rank -> its process, once it has connected.
-    """
+    """Answers the questions of the `members` of one generation, by rank; methods return messages to send."""
 
     def __init__(self, world_size: int, members: Mapping[int, Process]) -> None:
         self._world_size, self._members = world_size, members
         self._num_rolls = 0
         self._roll: _RollCall | None = None
         self._last: tuple[float, dict[int, RankStatus]] = (float("-inf"), {})
-        self._unchecked: dict[int, RankStatus] = {}
-        """Statuses of the last roll call, until `stranded` has seen them."""
+        self._unchecked: dict[int, RankStatus] = {}  # of the last roll call, until `stranded` has seen them
         self._announced: dict[str, _Announced] = {}
         self._broken: dict[str | None, Findings | None] = {}
         """Findings for each group in which the ranks disagree; None until they are known."""
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
-        """Handle a message of a rank.
-
-        Raises:
-            ProtocolError: no rank sends such a message.
-        """
+        """Handle a message of a rank; raise `ProtocolError` if no rank sends such a message."""
         match message:
             case protocol.DiagnoseRequest(group, number):
                 return self._ask(rank, (group, number), now)
@@ -164,19 +147,15 @@ class DesyncDetector:
             self._broken[question[0]] = findings
         return rank, protocol.Diagnosis(*question, findings)
 
-    def stranded(self, all_ended: int) -> tuple[int, str] | None:
-        """Return, once per roll call, a rank that waits in vain for ranks that leave, and for what.
-
-        Args:
-            all_ended: number of runs that all members have ended.
-        """
+    def stranded(self, all_ended: int) -> FailureRecord | None:
+        """Return, once per roll call, the failure of a rank that waits in vain for ranks that leave."""
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
             for group, number, is_start in statuses[rank].blocked_on:
-                never = [statuses[r].on(group) for r in ended & members_of(statuses, group)]
-                if not is_start and any(known is None or known.number < number for known in never):
-                    return rank, explain(statuses, rank, group, number).sentence
+                never = ended & members_of(statuses, group)
+                if not is_start and any(statuses[r].on(group).number < number for r in never):
+                    return self._members[rank].failure(explain(statuses, rank, group, number).sentence)
         return None
 
     # ------------------------------------------------------------------ before each collective
@@ -233,5 +212,4 @@ class DesyncDetector:
         if is_start:
             announced = self._announced.get(group)
             return announced is None or announced.number != number or rank not in announced.texts
-        started = (statuses[r].on(group) for r in members_of(statuses, group))
-        return all(known is not None and known.number >= number for known in started)
+        return all(statuses[r].on(group).number >= number for r in members_of(statuses, group))

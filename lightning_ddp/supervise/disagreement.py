@@ -7,27 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import Findings, RankStatus
 
-__all__ = ["explain", "join_ranks", "members_of", "split_ranks"]
+__all__ = ["explain", "join_ranks", "members_of", "name_ranks", "split_ranks"]
 
 _CERTAIN_AFTER_S = 1.0
 _MOST_MISSING, _MOST_ROWS = 1000, 16
 _SENTENCE_CHARACTERS, _TABLE_CHARACTERS, _RANKS_CHARACTERS = 1_500, 2_000, 200
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do", "ends": "end"}
 
-Statuses = Mapping[int, RankStatus]
-"""Status of each rank."""
+Statuses = Mapping[int, RankStatus]  # status of each rank
 
 
 def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:
-    """Find where the ranks disagree.
+    """Find where the ranks disagree about a collective, for the rank `asker`.
 
     Args:
         statuses: of all ranks of the run.
-        asker: the rank that asks.
-        group: process group of the collective in question; None for that in which most ranks wait.
-        number: number of the collective.
+        group: process group of the collective; None for that in which most ranks wait.
+        number: of the collective in its group.
     """
-    if not any(status.on(group) for status in statuses.values()):
+    if all(status.on(group).number < 0 for status in statuses.values()):
         waits = [(a.group, a.number) for a in statuses.values() if a.group is not None and a.number]
         group, number = max(waits, key=waits.count, default=(None, 0))
     missing = _missing(statuses, asker, group, number)
@@ -52,45 +50,44 @@ def explain(statuses: Statuses, asker: int, group: str | None = None, number: in
 def members_of(statuses: Statuses, group: str | None) -> set[int]:
     """Return the global ranks of a group, as far as the statuses have them."""
     for status in statuses.values():
-        known = status.on(group)
-        ranks = split_ranks(known.ranks) if known is not None else None
+        ranks = split_ranks(status.on(group).ranks)
         if ranks is not None:
             return ranks & statuses.keys()
-    return {rank for rank, status in statuses.items() if status.on(group) is not None}
+    return {rank for rank, status in statuses.items() if status.on(group).number >= 0}
 
 
 def _contradicts(statuses: Statuses, group: str | None, number: int) -> bool:
     """Return True if ranks have waited for some time in different collectives of the same number."""
     called = set()
     for status in statuses.values():
-        known = status.on(group)
+        calls = status.on(group).calls
         is_there = status.state == "waits" and (status.group, status.number) == (group, number)
-        if known is not None and is_there and status.for_s >= _CERTAIN_AFTER_S and number in known.calls:
-            called.add(known.calls[number].rpartition(": ")[2])  # a label alone makes no difference
+        if is_there and status.for_s >= _CERTAIN_AFTER_S and number in calls:
+            called.add(calls[number].rpartition(": ")[2])  # a label alone makes no difference
     return len(called) > 1
 
 
 def _missing(statuses: Statuses, asker: int, group: str | None, number: int) -> list[int]:
     """Return the ranks that have not come to a collective, or called another one in its place."""
-    mine = statuses[asker].on(group) if asker in statuses else None
-    expected = mine.calls.get(number) if mine is not None else None
+    expected = statuses[asker].on(group).calls.get(number) if asker in statuses else None
     missing = []
     for rank in sorted(members_of(statuses, group)):
         known = statuses[rank].on(group)
-        called = known.calls.get(number) if known is not None else None
-        is_other = expected is not None and called not in (None, expected)
-        if known is None or known.number < number or is_other:
+        is_other = expected is not None and known.calls.get(number, expected) != expected
+        if known.number < number or is_other:
             missing.append(rank)
     return missing
 
 
 def _first_difference(statuses: Statuses, group: str | None) -> str | None:
     """Describe the first collective of a group that ranks remember differently."""
-    calls = {r: known.calls for r, a in sorted(statuses.items()) if (known := a.on(group)) is not None}
+    calls = {rank: status.on(group).calls for rank, status in sorted(statuses.items())}
     for number in sorted({n for known in calls.values() for n in known}):
         callers = _by_value({rank: known[number] for rank, known in calls.items() if number in known})
         if len(callers) > 1:
-            called = [f"{_who(rs)} called {what}{_position(statuses, rs)}" for what, rs in callers.items()]
+            called = [
+                f"{name_ranks(rs)} called {what}{_position(statuses, rs)}" for what, rs in callers.items()
+            ]
             return f"as collective {number} of {group} " + "; ".join(called)
     return None
 
@@ -104,12 +101,11 @@ def _sum_up(statuses: Statuses, ranks: Sequence[int]) -> str:
     parts = []
     for text, same in list(_by_value({r: statuses[r].describe() for r in ranks}).items())[:_MOST_ROWS]:
         verb, _, rest = text.partition(" ")
-        parts.append(f"{_who(same)} {_PLURAL.get(verb, verb) if len(same) > 1 else verb} {rest}")
+        parts.append(f"{name_ranks(same)} {_PLURAL.get(verb, verb) if len(same) > 1 else verb} {rest}")
     return "; ".join(parts)
 
 
 def _table(statuses: Statuses) -> str:
-    """Return a table with a row per rank, for the first ranks."""
     rows = ["rank  state  for"]
     for rank, status in sorted(statuses.items())[:_MOST_ROWS]:
         of_group = (
@@ -125,14 +121,14 @@ def _table(statuses: Statuses) -> str:
 
 
 def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks of each value."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ranks
 
 
-def _who(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence, as `rank 3` or `ranks 0-2, 5`."""
     return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
 
 

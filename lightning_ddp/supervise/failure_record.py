@@ -33,21 +33,12 @@ __all__ = [
 GONE = "the process died without a report (killed by a signal, or ended by os._exit)"
 """Message of a process whose connection closed."""
 
-_LONGEST = {
-    "message": 9_000,
-    "traceback": 36_000,
-    "host": 300,
-    "phase": 300,
-    "exception_type": 300,
-    "exception_class": 300,
-    "checkpoint": 4_100,
-}
+_LONGEST = {"message": 9_000, "traceback": 36_000, "checkpoint": 4_100}
+_LONGEST |= dict.fromkeys(("host", "phase", "exception_type", "exception_class"), 300)
 """Most characters of each text; together they fit into a message of the channel."""
 _MOST_LINES = 40
-_MOST_SHOWN = 20
-"""Most generations in a report."""
-_LATER_S = 60
-"""Seconds added to a survivor's error: torchelastic reports the earliest error of a node."""
+_MOST_SHOWN = 20  # most generations in a report
+_LATER_S = 60  # seconds added to a survivor's error: torchelastic reports the earliest error of a node
 
 _LINE = re.compile(r"[^\n]{1,200}\n?|\n")
 _FRAME = re.compile(r'^  File "(.+)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
@@ -75,8 +66,7 @@ def describe_exit(code: int) -> str:
 class Identity:
     """Identity of a process of the job."""
 
-    rank: int
-    """Global rank; -1 for a launching process that is no rank."""
+    rank: int  # global rank; -1 for a launching process that is no rank
     node_rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -87,16 +77,10 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Position of a rank."""
-
-    step: int | None = None
-    """Global step; None outside of training."""
-    phase: str | None = None
-    """Hook or stage that runs."""
-    waits_for: str | None = None
-    """Awaited collective."""
-    count: int = 0
-    """Number that grows while the rank makes progress."""
+    step: int | None = None  # global step; None outside of training
+    phase: str | None = None  # hook or stage that runs
+    waits_for: str | None = None  # awaited collective
+    count: int = 0  # number that grows while the rank makes progress
 
     def in_words(self) -> str:
         """Return step and phase, to follow words that say what the rank does."""
@@ -113,18 +97,15 @@ class FailureRecord:
     node_rank: int | None = None
     host: str | None = None
     pid: int | None = None
-    start: int | None = None
-    """Number of the start, of `Identity`."""
+    start: int | None = None  # number of the start, of `Identity`
     step: int | None = None
     phase: str | None = None
     exception_type: str | None = None
     exception_class: str | None = None
     traceback: str | None = None
     exit_code: int | None = None
-    checkpoint: str | None = None
-    """Path where a remaining rank has saved the last step."""
-    time: float = field(default_factory=time.time)
-    """Time of detection, in seconds since the epoch."""
+    checkpoint: str | None = None  # path where a remaining rank has saved the last step
+    time: float = field(default_factory=time.time)  # time of detection, in seconds since the epoch
 
     def __post_init__(self) -> None:
         """Cut and escape the texts, which anybody may have written, so that none controls a terminal."""
@@ -264,7 +245,7 @@ def _folded(traceback: str) -> str:
 
 
 def _package_of(file: str) -> str:
-    """Return the installed package of a file; "" for the user's files."""
+    """Return the installed package of a file, if it is none of the user's; else ""."""
     found = _SITE_PACKAGE.search(file)
     if found:
         return found[1]
@@ -272,12 +253,9 @@ def _package_of(file: str) -> str:
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
-    """Write the file in which torchelastic's agent looks for the error of one of its processes.
+    """Write the file TORCHELASTIC_ERROR_FILE, where torchelastic's agent looks for the error of a process.
 
-    Args:
-        path: the value of TORCHELASTIC_ERROR_FILE.
-        record: the first failure.
-        is_cause: True if it happened in this process.
+    The first failure `record` happened in this process if `is_cause`.
     """
     text = cause_of(record) if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text
@@ -297,12 +275,10 @@ class History:
     """Generations of a job that continued after failures."""
 
     def __init__(self) -> None:
-        self._generations: list[tuple[str, str]] = []
-        """Change of each, and who has left and joined."""
+        self._generations: list[tuple[str, str]] = []  # change of each, and who has left and joined
         self._lost_s = 0.0
         self._left: dict[int, FailureRecord] = {}
-        self._since: float | None = None
-        """Time of the first loss since all continued."""
+        self._since: float | None = None  # time of the first loss since all continued
 
     def lost(self, slot: int, record: FailureRecord, now: float) -> None:
         """Note that the process in a slot is lost, or leaves."""

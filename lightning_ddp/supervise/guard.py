@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATIENCE_S", "Guard", "forbid_stack", "permit_stack", "stack_of", "tell_guard", "with_stack"]
 
-PATIENCE_S = 20.0
-"""Seconds that a process may outlive the launching one without having learned of its end."""
+PATIENCE_S = 20.0  # seconds that a process may outlive the launching one without having learned of its end
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST = 100_000
 _MOST_FRAMES = 8
@@ -117,8 +116,7 @@ def _kill(end: int, pid: int, rank: int) -> str:
 # ---------------------------------------------------------------------- the stack of another process
 
 
-_stack_file: int | None = None
-"""File in memory, which others find among the open files of this process."""
+_stack_file: int | None = None  # file in memory, which others find among the open files of this process
 
 
 def permit_stack() -> None:

@@ -24,31 +24,24 @@ from enum import Enum, auto
 __all__ = ["InterruptGuard"]
 
 _ABORT_EVERY_S = 0.3
-_LONGEST_STEP_S = 1.0
-"""Longest time that an interruption for the end of the job is deferred, as for an optimizer step."""
-_FINALIZERS = {"__del__", "_callback", "remove"}
-"""Functions in which Python swallows exceptions; the latter two are those of weakref."""
+_LONGEST_STEP_S = 1.0  # most seconds for which the end of the job is deferred, as for an optimizer step
+_FINALIZERS = {"__del__", "_callback", "remove"}  # Python swallows what they raise; the latter are of weakref
 
 
 class _Guard(Enum):
     """Errors that may interrupt the main thread."""
 
-    OUTSIDE = auto()
-    """None: it unwinds, or is outside of a run."""
-    OPEN = auto()
-    """All."""
-    DEFERRED = auto()
-    """None for now: it must not be interrupted halfway."""
-    FORCED = auto()
-    """All, although deferred, as it took too long."""
+    OUTSIDE = auto()  # none: it unwinds, or is outside of a run
+    OPEN = auto()  # all
+    DEFERRED = auto()  # none for now: it must not be interrupted halfway
+    FORCED = auto()  # all, although deferred, as it took too long
 
 
 @dataclass(frozen=True)
 class _Alarm:
     error: BaseException
     abort: Callable[[], None]
-    is_final: bool
-    """True if the job ends, False if it continues after the main thread has stopped."""
+    is_final: bool  # True if the job ends, False if it continues after the main thread has stopped
 
 
 class InterruptGuard:
@@ -59,8 +52,7 @@ class InterruptGuard:
 
     def __init__(self) -> None:
         self._guard = _Guard.OUTSIDE
-        self._changing = threading.Lock()
-        """Held to change the guard."""
+        self._changing = threading.Lock()  # held to change the guard
         self._alarm: _Alarm | None = None
         self._aborting = threading.Lock()
         """Held while an alarm aborts, so that it aborts nothing that was made after it was over."""
@@ -75,11 +67,6 @@ class InterruptGuard:
     def is_silent(self) -> bool:
         """True while nothing may interrupt the main thread: it unwinds, or is outside of a run."""
         return self._guard is _Guard.OUTSIDE
-
-    @property
-    def is_deferred(self) -> bool:
-        """True while an interruption waits, as the main thread must not stop halfway."""
-        return self._guard is _Guard.DEFERRED
 
     @property
     def is_forced(self) -> bool:

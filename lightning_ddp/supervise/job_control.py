@@ -12,13 +12,21 @@ from dataclasses import replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
-from lightning_ddp.supervise.actions import Accuse, Action, End, Say, Send, StartProcess
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
 from lightning_ddp.supervise.desync import DesyncDetector
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
-from lightning_ddp.supervise.processes import Process, ProcessState
+from lightning_ddp.supervise.processes import (
+    Accuse,
+    Action,
+    End,
+    Process,
+    ProcessState,
+    Say,
+    Send,
+    StartProcess,
+)
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
 from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
 from lightning_ddp.supervise.root_cause import RootCauseTracker
@@ -45,9 +53,7 @@ class JobControl:
     """State of one job.
 
     Args:
-        connections: sends the messages.
         token: secret of the job.
-        processes: the processes of the server's node.
         say: prints a text for people.
         with_stack: adds the stack of a process, where possible, to its record.
         pid: server's process: the others do not continue without a rank in it.
@@ -73,14 +79,11 @@ class JobControl:
         self._verdict = RootCauseTracker()
         self._peers: dict[Process, Peer] = {}
         self._process_of: dict[Peer, Process] = {}
-        self._members: dict[int, Process] = {}
-        """Members by rank."""
+        self._members: dict[int, Process] = {}  # members by rank
         self._inspection = DesyncDetector(world_size, self._members)
         self._replicas = ReplicaComparison(range(world_size))
-        self._seen = -1
-        """Generation for which the detector and the comparison were made."""
-        self._gone_between: list[FailureRecord] = []
-        """Processes that vanished between two runs: a failure if another run begins."""
+        self._seen = -1  # generation for which the detector and the comparison were made
+        self._gone_between: list[FailureRecord] = []  # vanished between runs: failures if another one begins
         self._is_told = False
         self._checkpoint: str | None = None
 
@@ -92,21 +95,17 @@ class JobControl:
 
     def deadline(self, now: float) -> float | None:
         """Return when to call `decide` at the latest; None if nothing is pending."""
-        deadlines = [self._verdict.deadline(), self._inspection.deadline(), self._replicas.deadline()]
+        deadlines = [self._verdict.deadline(), self._inspection.deadline()]
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look())
         if not self._is_told:
-            deadlines.append(self.job.deadline(now))
+            deadlines += [self._replicas.deadline(), self.job.deadline(now)]
         return min((at for at in deadlines if at is not None), default=None)
 
     # ------------------------------------------------------------------ messages
 
     def hear(self, peer: Peer, message: Message, now: float) -> None:
-        """Handle a message of a process, or of a stranger.
-
-        Raises:
-            ProtocolError: the sender may not send it: the connection is to be closed.
-        """
+        """Handle a message; raise `ProtocolError` if the sender may not send it, and is to be hung up on."""
         if peer.identity is None:
             self._greet(peer, message, now)
             return
@@ -114,12 +113,7 @@ class JobControl:
         match message:
             case protocol.DrainNode(node):
                 self._connections.send(peer, self._dismiss(node, now))
-            case (
-                protocol.Exited()
-                | protocol.PeerDisconnected()
-                | protocol.Failed()
-                | protocol.SecondaryFailure()
-            ):
+            case protocol.Failed():
                 self.report(message, now)
             case Report() if process is not None:
                 num_begun = process.report.begun
@@ -168,12 +162,6 @@ class JobControl:
     def report(self, message: Message, now: float) -> None:
         """Handle a report of a failure, also of the server's own process."""
         match message:
-            case protocol.Failed(record):
-                process = self._newcomer(record)
-                if process is None:
-                    self._verdict.accuse(record)
-                else:  # that concerns it alone
-                    self._send(process, protocol.Failure(record))
             case protocol.SecondaryFailure(record):
                 if self._newcomer(record) is None:
                     self._verdict.echo(record, now)
@@ -183,30 +171,32 @@ class JobControl:
             case protocol.Exited(record):
                 if self.job.exited(record, now):
                     self._verdict.exited(self._ranked(record), now)
+            case protocol.Failed(record):
+                process = self._newcomer(record)
+                if process is None:
+                    self._verdict.accuse(record)
+                else:  # that concerns it alone
+                    self._send(process, protocol.Failure(record))
 
     def _vanished(self, record: FailureRecord, now: float) -> None:
         """Handle the end of a process that its children have noticed."""
-        process = self.job.roster.of(record) if self.job.goes_on else None
-        there = [member for member in self.job.roster.remaining if member.node == record.node_rank]
+        process = self.job.roster.of(record)
         if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
-            for member in there:  # a launching process that is no rank: nobody is left who starts ranks there
-                lost = FailureRecord.of_identity(member.who, "its launching process died")
-                self._lose(member, lost, now, has_ended=False)
+            # a launching process that is no rank: nobody is left who starts ranks there
+            self._lose_node(record.node_rank, "its launching process died", now, has_ended=False)
         elif process is None or process.is_member:
             self._verdict.vanished(self._ranked(record), now)
 
     def _newcomer(self, record: FailureRecord) -> Process | None:
         """Return the process of a record if the others continue without it, as it has no state."""
-        process = self.job.roster.of(record) if self.job.goes_on else None
+        process = self.job.roster.of(record)
         return None if process is None or process.state is ProcessState.MEMBER else process
 
     def _ranked(self, record: FailureRecord) -> FailureRecord:
-        """Return the record with the present rank of its process."""
-        process = self.job.roster.of(record) if self.job.goes_on else None
+        process = self.job.roster.of(record)
         return record if process is None else replace(record, rank=process.rank)
 
     def lost(self, peer: Peer, error: OSError | None, now: float) -> None:
-        """Handle the end of a connection."""
         process = self._process_of.get(peer)
         self.hang_up(peer, now)
         if process is None or not process.is_member:
@@ -219,20 +209,18 @@ class JobControl:
         is_in_run = process.phase is not RankPhase.IDLE or said.ended > self.job.all_ended
         members = self.job.roster.members
         if not is_in_run and not any(other.is_member and other.is_active for other in members):
-            self._gone_between.append(FailureRecord.of_identity(process.who, GONE))
+            self._gone_between.append(process.failure(GONE))
             return
         message = explain_loss(error, process.who, self._settings.heartbeat_timeout_s)
-        record = FailureRecord.of_identity(process.who, message)
+        record = process.failure(message)
         if message == GONE:
             self._verdict.vanished(record, now)
         elif not self._lose(process, record, now, has_ended=True):
             self._verdict.accuse(record)
         else:
-            for other in [member for member in self.job.roster.remaining if member.node == process.node]:
-                self._lose(other, FailureRecord.of_identity(other.who, message), now, has_ended=True)
+            self._lose_node(process.node, message, now, has_ended=True)
 
     def hang_up(self, peer: Peer, now: float) -> None:
-        """Close a connection."""
         self._connections.hang_up(peer)
         process = self._process_of.pop(peer, None)
         if process is not None:
@@ -245,6 +233,11 @@ class JobControl:
             return False
         self._end_with_echoes()
         return True
+
+    def _lose_node(self, node: int | None, message: str, now: float, *, has_ended: bool) -> None:
+        for member in self.job.roster.remaining:
+            if member.node == node:
+                self._lose(member, member.failure(message), now, has_ended=has_ended)
 
     def _end_with_echoes(self) -> None:
         """End the job if a process that is to answer a recovery has failed."""
@@ -259,7 +252,6 @@ class JobControl:
             self._connections.send(self._peers[process], message)
 
     def _deliver(self, outgoing: Outgoing) -> None:
-        """Send messages to ranks."""
         for rank, message in outgoing:
             if rank in self._members:
                 self._send(self._members[rank], message)
@@ -270,28 +262,28 @@ class JobControl:
         """Do what is due; return the first failure of the job once, when it is certain."""
         job = self.job
         self._renew(now)
+        self._deliver(self._inspection.due(now))
+        if self._is_told:
+            return None
         stalled = self._stall.find(job.roster.members, now)
-        if stalled is not None and not self._is_told:
+        if stalled is not None:
             process, record = stalled[0], self._with_stack(stalled[1])
             if not self._lose(process, record, now, has_ended=False):
                 self._verdict.accuse(record)
-        self._deliver(self._inspection.due(now))
         stranded = self._inspection.stranded(job.all_ended)
-        if stranded is not None and stranded[0] in self._members:
-            self._verdict.accuse(FailureRecord.of_identity(self._members[stranded[0]].who, stranded[1]))
+        if stranded is not None:
+            self._verdict.accuse(stranded)
         difference = self._replicas.due(now)
-        if difference is not None and not self._is_told:
+        if difference is not None:
             self._differ(difference)
-        if not self._is_told:
-            for process in job.unexplained(now):
-                self._failed(process, now)
-            self._go_on(now)
+        for process in job.unexplained(now):
+            self._failed(process, now)
+        self._go_on(now)
         first = self._verdict.decide(now)
-        if first is None or self._is_told:
-            return None
-        self._is_told = True
-        self._say(job.history.tell())
-        self._connections.send_all(protocol.Failure(first))
+        if first is not None:
+            self._is_told = True
+            self._say(job.history.tell())
+            self._connections.send_all(protocol.Failure(first))
         return first
 
     def _differ(self, found: Difference) -> None:
@@ -304,11 +296,11 @@ class JobControl:
         elif action == "warn":
             self._say(f"{found.text}\n")
         else:
-            self._verdict.accuse(FailureRecord.of_identity(parted[0].who, found.text))
+            self._verdict.accuse(parted[0].failure(found.text))
 
     def _failed(self, process: Process, now: float) -> None:
         """Handle a member that has reported no more than that it fails."""
-        record = FailureRecord.of_identity(process.who, process.report.why or "it has failed")
+        record = process.failure(process.report.why or "it has failed")
         recovery = self._settings.recovery
         concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):

@@ -10,10 +10,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_ddp.supervise.actions import Accuse, Action, End, Say
-from lightning_ddp.supervise.current_phase import CurrentPhase
 from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
-from lightning_ddp.supervise.order_book import OrderBook
+from lightning_ddp.supervise.order_book import CurrentPhase, OrderBook
 from lightning_ddp.supervise.orders import (
     JobPhase,
     NewGeneration,
@@ -24,7 +22,7 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-from lightning_ddp.supervise.processes import OUT, Process, ProcessState, Roster
+from lightning_ddp.supervise.processes import OUT, Accuse, Action, End, Process, ProcessState, Roster, Say
 from lightning_ddp.supervise.protocol import ProtocolError
 from lightning_ddp.supervise.recoveries import Recoveries, new_generation
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
@@ -32,13 +30,10 @@ from lightning_ddp.supervise.slots import Slots
 
 __all__ = ["JobState"]
 
-SETTLE_S = 0.1
-"""Seconds after a failure, or a request to leave, in which others become part of the same change."""
+SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others become part of the same change
 _PERIOD_S = 1.0
-_REPORTS_A_S = 128
-"""Reports per second of all ranks together while no fact changes: each costs the server some 50 us."""
-_EXPLAINED_WITHIN_S = 5.0
-"""Seconds after a member has reported that it fails, until that alone is its failure."""
+_REPORTS_A_S = 128  # of all ranks together while no fact changes: each report costs the server some 50 us
+_EXPLAINED_WITHIN_S = 5.0  # seconds after which the report of a member that it fails is its failure
 _MOST_VOIDS = 5
 _MEETS_WITHIN_S = 30.0
 """Seconds in which ranks that are all there fail to connect at least `_MOST_VOIDS` times, until the run ends:
@@ -51,15 +46,12 @@ class JobState:
     """State of a job.
 
     Args:
-        world_size: number of ranks.
-        settings: times, and whether the job continues without ranks that it loses.
         period_s: period of reports, and twice that of answers, where stalls are looked for; else None.
     """
 
     def __init__(self, world_size: int, settings: SupervisionSettings, period_s: float | None = None) -> None:
         recovery = settings.recovery
-        self.goes_on = recovery is not None
-        """True if the job continues without ranks that it loses."""
+        self.goes_on = recovery is not None  # True if the job continues without ranks that it loses
         self._settings = recovery or RecoverySettings()
         self._wait_s = recovery.wait_s if isinstance(recovery, ReplaceSettings) else 0.0
         self._grace_s = settings.failure_grace_s
@@ -68,56 +60,35 @@ class JobState:
         self.generation = 0
         self.roster = Roster(world_size)
         self.history = History()
-        self.reason: str | None = None
-        """Reason for which the job cannot continue."""
-        self.cause: FailureRecord | None = None
-        """First failure since all were running."""
-        self.all_ended = 0
-        """Number of runs that all members have ended."""
-        self.is_pending = False
-        """True while a failure waits for its explanation: no generation is formed meanwhile."""
-        self.left: list[int] = []
-        """Places of processes that have left since a generation was whole."""
+        self.reason: str | None = None  # reason for which the job cannot continue
+        self.cause: FailureRecord | None = None  # first failure since all were running
+        self.all_ended = 0  # number of runs that all members have ended
+        self.is_pending = False  # True while a failure waits for its explanation: no generation is formed
+        self.left: list[int] = []  # places of processes that have left since a generation was whole
         replaces = isinstance(recovery, ReplaceSettings)
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
         self._recoveries = Recoveries(self._settings.max_recoveries)
         self._book = OrderBook(None if period_s is None else period_s / 2)
-        self._not_ended: set[Process] = set()
-        """Members that have not ended the next run."""
-        self._most_ended = 0
-        """Most runs that a member has ended."""
-        self._position = 0
-        """Boundary where all meet or stop."""
-        self._has_new = False
-        """True if those that meet expect others to join."""
-        self.stopping: Wish | None = None
-        """Set once all are to stop at a boundary, for a signal."""
-        self._stops_by: float | None = None
-        """Time at which the job fails unless all have stopped."""
-        self._leaves_at: float | None = None
-        """Time at which those that were asked to leave do; None if nobody was."""
+        self._not_ended: set[Process] = set()  # members that have not ended the next run
+        self._most_ended = 0  # most runs that a member has ended
+        self._position = 0  # boundary where all meet or stop
+        self._has_new = False  # True if those that meet expect others to join
+        self.stopping: Wish | None = None  # set once all are to stop at a boundary, for a signal
+        self._stops_by: float | None = None  # time at which the job fails unless all have stopped
+        self._leaves_at: float | None = None  # time at which those that were asked to leave do
         self._settles_at = 0.0
-        self._parted: set[Process] = set()
-        """Members that are to take over the state of another one, in the next generation."""
-        self._healed: set[Process] = set()
-        """Those of them that do so in the generation that was formed last."""
-        self._lost: dict[Process, FailureRecord] = {}
-        """Members that were lost since a generation was formed."""
-        self._new: NewGeneration | None = None
-        """The generation that was formed last."""
-        self._whole = 0
-        """The last generation all of whose members had its state."""
-        self._voids: list[float] = []
-        """Times at which generations did not become whole, though nobody was lost, since one was."""
-        self._ending: dict[Process, float] = {}
-        """Processes that have reported that they fail, or are to end -> until when that may take."""
-        self._touched: dict[Process, None] = {}
-        """Processes that have reported, or changed, since `tick`."""
+        self._parted: set[Process] = set()  # members that are to copy another one in the next generation
+        self._healed: set[Process] = set()  # those of them that do so in the generation that was formed last
+        self._lost: dict[Process, FailureRecord] = {}  # members that were lost since a generation was formed
+        self._new: NewGeneration | None = None  # the generation that was formed last
+        self._whole = 0  # the last generation all of whose members had its state
+        self._voids: list[float] = []  # times at which one did not become whole, though nobody was lost
+        self._ending: dict[Process, float] = {}  # processes that fail, or are to end -> until when they may
+        self._touched: dict[Process, None] = {}  # processes that have reported, or changed, since `tick`
         self._actions: list[Action] = []
 
     @property
     def phase(self) -> JobPhase:
-        """Event for which the job waits."""
         return self._current.name
 
     @property
@@ -128,30 +99,21 @@ class JobState:
     # ------------------------------------------------------------------ events
 
     def connected(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
-        """Add a process that has connected, in the place of its rank.
-
-        Args:
-            who: the process.
-            is_launcher: True if it starts the processes of its node.
-
-        Raises:
-            ProtocolError: there is no place for it.
-        """
-        place = who.rank
-        may_come = place < self.roster.num_places and (place, who.start) not in self.roster.ended_early
+        """Add a process that has connected; raise `ProtocolError` if its place is not free."""
+        place, roster = who.rank, self.roster
         if who.start is None:
-            may_come &= self.phase is JobPhase.CONNECTING and place not in self.roster.nodes
+            may_come = self.phase is JobPhase.CONNECTING and place not in roster.nodes
         else:
-            may_come = may_come and self._slots.may_come(who, is_launcher=is_launcher)
-        if not may_come:
+            may_come = self._slots.may_come(who, is_launcher=is_launcher)
+        if not may_come or place >= roster.num_places or (place, who.start) in roster.ended_early:
             raise ProtocolError(f"there is no place for rank {place}")
         if who.start == 0:
             who = replace(who, start=self._slots[place].num_started)
-        process = self.roster.add(who, now, is_launcher=is_launcher)
+        process = roster.add(who, now, is_launcher=is_launcher)
         self._touched[process] = None
         if process.is_member:
             self._not_ended.add(process)
-        elif self.roster.launcher_of(place) is process:  # its node has come back
+        elif roster.launcher_of(place) is process:  # its node has come back
             self._slots.reopen(who.node_rank, now)
         return process
 
@@ -180,7 +142,7 @@ class JobState:
         self._current.note(process, self.generation)
         is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
         if is_stopped and process.has_heard and self.phase in _GOING:  # it was called a moment ago, perhaps
-            self._recover(FailureRecord.of_identity(process.who, "it has stopped"), now)
+            self._recover(process.failure("it has stopped"), now)
 
     def _wished(self, process: Process, wish: Wish, now: float) -> None:
         if wish.kind is WishKind.LEAVE_NODE:
@@ -233,7 +195,7 @@ class JobState:
         process, key = self.roster.of(record), (record.rank, record.start)
         if process is None or (process.place, process.identity.start) != key:
             if key not in self.roster.ended_early and self._slots[record.rank].awaits(record.start):
-                self._slots[record.rank].failed(now)
+                self._slots[record.rank].ended(now)
             self.roster.ended_early.add(key)
             return not (self.goes_on and self.has_met)
         if process.has_exited:
@@ -249,12 +211,12 @@ class JobState:
         process.has_exited, slot = True, self._slots[process.place]
         match process.state:
             case ProcessState.RELEASED if process.has_state:
-                slot.left(now)
+                slot.ended(now, is_failure=False)
             case ProcessState.STANDING | ProcessState.RELEASED:
                 if slot.awaits(process.identity.start):
-                    slot.failed(now)
+                    slot.ended(now)
             case ProcessState.CONDEMNED if process not in self._lost:
-                slot.failed(now)
+                slot.ended(now)
         self._remove(process)
 
     def _remove(self, process: Process) -> None:
@@ -263,18 +225,13 @@ class JobState:
         self._current.awaited.discard(process)
 
     def _release(self, process: Process, now: float) -> None:
-        """Have a process end, which is no failure."""
         process.state = ProcessState.RELEASED
         self._ending[process] = now + self._grace_s
         self._not_ended.discard(process)
         self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Lose a member; return True if the others may continue without it.
-
-        Args:
-            has_ended: True if it certainly does nothing any more.
-        """
+        """Lose a member, certainly idle if `has_ended`; return True if the others may continue without it."""
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
         self.history.lost(process.place, record, now)
@@ -283,7 +240,7 @@ class JobState:
         if process.state is ProcessState.JOINING:  # it has not got as far as the others
             self.roster.put_out(process)
             if has_ended:
-                self._slots[process.place].failed(now)
+                self._slots[process.place].ended(now)
         else:
             self._lost[process] = record
         self._actions.append(End(process))
@@ -416,8 +373,7 @@ class JobState:
             if self._is_settled():
                 self._form(now)
         elif over and any(process.phase is RankPhase.MEETING for process in remaining):
-            text = "it has ended its run before the others"
-            self._recover(FailureRecord.of_identity(over[0].who, text), now)
+            self._recover(over[0].failure("it has ended its run before the others"), now)
         elif over:
             self._enter(JobPhase.RUNNING, now)
 
@@ -470,7 +426,7 @@ class JobState:
     def _void(self, process: Process, now: float) -> None:
         """Have all meet anew, as a member has stopped again while the generation was formed."""
         self._voids.append(now)
-        cause = FailureRecord.of_identity(process.who, "it could not connect to the other ranks")
+        cause = process.failure("it could not connect to the other ranks")
         if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
             self.cause = self.cause or cause
             self._give_up("the remaining ranks could not connect to each other")
@@ -497,7 +453,6 @@ class JobState:
         return False
 
     def _count_ended(self) -> None:
-        """Count the runs that all members have ended."""
         while self.roster.members and not self._not_ended:
             there = [p for p in self.roster.remaining if p.phase is not RankPhase.ENDED]
             if not there:
@@ -526,18 +481,18 @@ class JobState:
                     f"all were asked to stop by a signal, but rank(s) {ranks} did not reach the next step"
                     f" boundary within failure_grace_s={self._grace_s:g} s"
                 )
-                self._actions.append(Accuse(FailureRecord.of_identity(late[0].who, message)))
+                self._actions.append(Accuse(late[0].failure(message)))
         for process in self._current.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
                 continue
             message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
-            self.lose(process, FailureRecord.of_identity(process.who, message), now, has_ended=False)
+            self.lose(process, process.failure(message), now, has_ended=False)
 
     # ------------------------------------------------------------------ who joins and leaves
 
     def _wants_boundary(self, now: float) -> bool:
-        """Return True if all are to stop at a boundary: for a signal, or as others join or leave."""
+        """Return True if all are to stop at a boundary: for a signal, or as others join, leave or copy."""
         if self.stopping is not None:
             return True
         parted = [process for process in self._parted if process.is_member]
@@ -613,8 +568,7 @@ class JobState:
             process.state, process.rank = ProcessState.STANDING, process.place
             self._slots[process.place].stands_again()
         for process in leaving:
-            record = FailureRecord.of_identity(process.who, "the process was asked to leave")
-            self.history.lost(process.place, record, now)
+            self.history.lost(process.place, process.failure("the process was asked to leave"), now)
             self._release(process, now)
         for process in self._lost:
             self._slots[process.place].lost(self._new.step, now)

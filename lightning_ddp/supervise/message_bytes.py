@@ -10,7 +10,7 @@ import functools
 import json
 import struct
 import types
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -18,8 +18,7 @@ from lightning_ddp.supervise.protocol import Message, ProtocolError
 
 __all__ = ["LIMIT_BYTES", "Unpacker", "pack"]
 
-LIMIT_BYTES = 256 * 1024
-"""Longest message, without its length."""
+LIMIT_BYTES = 256 * 1024  # longest message, without its length
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
 _SHOWN_CHARACTERS = 80
@@ -27,11 +26,7 @@ _LARGEST = 1e300
 
 
 def pack(message: Message) -> bytes:
-    """Return the bytes of a message.
-
-    Raises:
-        ProtocolError: it is longer than `LIMIT_BYTES`.
-    """
+    """Return the bytes of a message; raise `ProtocolError` if it is longer than `LIMIT_BYTES`."""
     values = {"kind": message.kind, **asdict(message)}  # type: ignore[call-overload]  # all are dataclasses
     text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
     data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
@@ -41,11 +36,7 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Collects the bytes of one connection into messages.
-
-    Args:
-        limit_bytes: longest message; less for a connection without a hello.
-    """
+    """Collects the bytes of one connection into messages; the limit is less before its hello."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -88,14 +79,11 @@ def _parse(data: bytes) -> Message:
     return message
 
 
-@dataclass(frozen=True, eq=False)
-class _Type:
-    """The type of a field, taken apart once: 16,384 ranks read a message at the same time."""
+_Type = tuple[Any, Any, tuple[Any, ...]]
+"""Hint of a field, its origin, and the types of its parts; also the choices of a text, or its longest length.
 
-    hint: Any
-    origin: Any
-    parts: tuple[Any, ...]
-    """Types of what it is made of; the choices of a text, or the limit of its length."""
+Hints are taken apart once, as 16,384 ranks read a message at the same time.
+"""
 
 
 @functools.cache
@@ -103,19 +91,17 @@ def _type_of(hint: Any) -> _Type:
     origin, arguments = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
-        return _Type(
-            hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
-        )
+        return hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return _Type(hint, StrEnum, tuple(hint))
+        return hint, StrEnum, tuple(hint)
     if origin is Literal:
-        return _Type(hint, origin, arguments)
-    return _Type(hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments))
+        return hint, origin, arguments
+    return hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments)
 
 
 def _read(kind: _Type, value: Any) -> Any:
     """Return a JSON value as the type of its field; raise `ProtocolError` with what is wrong."""
-    hint, origin, parts = kind.hint, kind.origin, kind.parts
+    hint, origin, parts = kind
     if (type(value) is hint and hint is not float) or hint is Any:
         return value
     if origin in (Union, types.UnionType):
@@ -125,7 +111,7 @@ def _read(kind: _Type, value: Any) -> Any:
     if origin == "fields" and type(value) is dict:
         return hint(**dict(_read_field(name, part, value) for name, part in parts))
     if origin is tuple and type(value) is list:
-        if parts[-1].hint is ...:
+        if parts[-1][0] is ...:
             return tuple(_read(parts[0], part) for part in value)
         if len(value) == len(parts):
             return tuple(map(_read, parts, value))

@@ -56,8 +56,7 @@ class Wish:
 
     kind: WishKind
     signal: int
-    is_requeue: bool = False
-    """True if the cluster starts the run again."""
+    is_requeue: bool = False  # True if the cluster starts the run again
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,6 @@ class Report(Message):
 
 
 class Task(StrEnum):
-    """Task of a process."""
-
     WAIT = "wait"
     RUN = "run"
     HOLD = "hold"
@@ -116,7 +113,6 @@ class JobPhase(Enum):
 
     @property
     def task(self) -> Task:
-        """Task of the members."""
         return self.value[0]
 
 
@@ -125,10 +121,8 @@ class NewGeneration:
     """Members of a generation, by their places, and the state from which they continue."""
 
     number: int
-    members: tuple[int, ...]
-    """Members, by their new ranks."""
-    before: tuple[int, ...]
-    """Members, by their ranks in the generation before."""
+    members: tuple[int, ...]  # by their new ranks
+    before: tuple[int, ...]  # members of the generation before, by their ranks there
     step: int
     source: int
     behind: tuple[int, ...]

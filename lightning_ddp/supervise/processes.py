@@ -1,17 +1,17 @@
-"""The processes of a job, as the control server knows them (pure)."""
+"""The processes of a job, as the control server knows them, and actions that `JobState` requests (pure)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.orders import NO_REPORT, Order, RankPhase, Report, WishKind
 
-__all__ = ["OUT", "Process", "ProcessState", "Roster"]
+__all__ = ["OUT", "Accuse", "End", "Process", "ProcessState", "Roster", "Say", "Send", "StartProcess"]
 
-OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})
-"""Phases in which a process answers nobody."""
+OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})  # phases in which a process answers nobody
 _INACTIVE = OUT | {RankPhase.IDLE, RankPhase.FAILED}
 
 
@@ -30,27 +30,19 @@ class ProcessState(Enum):
 class Process:
     """A process that has connected: it has one place and one connection."""
 
-    number: int
-    """Number of the connection."""
-    identity: Identity
-    """Identity of its hello, with its place as rank."""
+    number: int  # of the connection
+    identity: Identity  # of its hello, with its place as rank
     state: ProcessState
-    rank: int
-    """Rank in the last generation that it was a member of."""
+    rank: int  # in the last generation that it was a member of
     is_launcher: bool
-    heard_at: float
-    """Time of the last report, or of the connection."""
-    moved_at: float = 0.0
-    """Time of the first report with the present count of progress."""
-    report: Report = NO_REPORT
-    """The last report."""
-    order: Order | None = None
-    """The last order that was sent."""
+    heard_at: float  # time of the last report, or of the connection
+    moved_at: float = 0.0  # time of the first report with the present count of progress
+    report: Report = NO_REPORT  # the last one
+    order: Order | None = None  # the last one that was sent
     ordered_at: float = 0.0
     is_connected: bool = True
     has_exited: bool = False
-    is_dismissed: bool = False
-    """True if its node was asked to leave."""
+    is_dismissed: bool = False  # True if its node was asked to leave
 
     def __hash__(self) -> int:
         return self.number  # not the address: sets of processes have the same order whenever the same happens
@@ -69,6 +61,10 @@ class Process:
         """Identity with the present rank."""
         return self.identity if self.rank == self.place else replace(self.identity, rank=self.rank)
 
+    def failure(self, message: str, **more: Any) -> FailureRecord:
+        """Return the record of a failure of this process, as `FailureRecord.of_identity`."""
+        return FailureRecord.of_identity(self.who, message, **more)
+
     @property
     def is_member(self) -> bool:
         """True if it is in the present generation and not lost."""
@@ -76,7 +72,6 @@ class Process:
 
     @property
     def phase(self) -> RankPhase:
-        """Phase of its last report."""
         return self.report.phase
 
     @property
@@ -96,30 +91,20 @@ class Process:
 
     @property
     def wants_to_leave(self) -> bool:
-        """True if it was asked to leave."""
         wish = self.report.wish
         return self.is_dismissed or (wish is not None and wish.kind is not WishKind.STOP)
 
 
 class Roster:
-    """All processes of a job.
-
-    Args:
-        num_places: number of places.
-    """
+    """All processes of a job with `num_places` places."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
-        self.living: dict[int, Process] = {}
-        """Processes that are not gone, by their numbers."""
-        self.members: list[Process] = []
-        """Members of the last generation that was formed, by rank; also those that were lost since."""
-        self.outside: dict[int, Process] = {}
-        """Living processes that belong to no generation, by their numbers."""
-        self.nodes: dict[int, int] = {}
-        """Place -> its node."""
-        self.ended_early: set[tuple[int, int | None]] = set()
-        """Place and start of processes that have ended before they had connected."""
+        self.living: dict[int, Process] = {}  # processes that are not gone, by their numbers
+        self.members: list[Process] = []  # of the last generation formed, by rank, with those lost since
+        self.outside: dict[int, Process] = {}  # those that belong to no generation, by their numbers
+        self.nodes: dict[int, int] = {}  # place -> its node
+        self.ended_early: set[tuple[int, int | None]] = set()  # place and start: ended before they connected
         self._known: dict[tuple[int | None, int | None], Process] = {}
         """Node and process id -> the last process that had them, also if it is gone."""
         self._num_connected = 0
@@ -184,7 +169,50 @@ class Roster:
             process.rank = rank
 
     def remove(self, process: Process) -> None:
-        """Note that a process is gone."""
         process.state = ProcessState.GONE
         self.living.pop(process.number, None)
         self.outside.pop(process.number, None)
+
+
+# ---------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send an order."""
+
+    process: Process
+    order: Order
+
+
+@dataclass(frozen=True)
+class End:
+    """Close the connection of a process, and kill it if it is on the server's node."""
+
+    process: Process
+
+
+@dataclass(frozen=True)
+class StartProcess:
+    """Start a process in a place: by that launcher, or on the server's node if it is None."""
+
+    launcher: Process | None
+    place: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a text for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Accuse:
+    """End the job with a failure."""
+
+    record: FailureRecord
+
+
+Action = Send | End | StartProcess | Say | Accuse

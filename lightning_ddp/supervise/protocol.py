@@ -13,8 +13,7 @@ from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Wher
 
 __all__ = ["VERSION", "Message", "Outgoing", "ProtocolError"]
 
-VERSION = 2
-"""Version of the protocol: greater with each change of a message."""
+VERSION = 2  # version of the protocol: greater with each change of a message
 _MOST_GROUPS = 6
 _MOST_NAMES, _MOST_NOTES = 64, 8
 
@@ -42,8 +41,7 @@ class Message:
 State = Literal["waits", "starts", "runs", "finished", "ending", "silent", "gone"]
 """A rank waits for a collective, starts one with the others, runs, has finished its run, or ends because of a
 failure."""
-Text = Annotated[str, 200]
-"""A text that the protocol cuts to so many characters."""
+Text = Annotated[str, 200]  # a text that the protocol cuts to so many characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +49,12 @@ class GroupStatus:
     """Collectives of a rank in one process group."""
 
     name: Text
-    ranks: Text
-    """Global ranks, as `join_ranks` writes them."""
-    number: int
-    """Number of started collectives."""
-    calls: dict[int, Text] = field(default_factory=dict)
-    """The last few collectives, by number."""
+    ranks: Text  # global ranks, as `join_ranks` writes them
+    number: int  # number of started collectives
+    calls: dict[int, Text] = field(default_factory=dict)  # the last few collectives, by number
+
+
+_NO_GROUP = GroupStatus(name="", ranks="", number=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,59 +63,45 @@ class RankStatus:
 
     rank: int
     state: State
-    label: Text | None = None
-    """Awaited collective, or finished run."""
+    label: Text | None = None  # awaited collective, or finished run
     group: Text | None = None
-    number: int = 0
-    """Number of the collective in its group; 0 if unknown."""
-    for_s: float = 0.0
-    """Seconds since the state began."""
+    number: int = 0  # number of the collective in its group; 0 if unknown
+    for_s: float = 0.0  # seconds since the state began
     step: int | None = None
     phase: Text | None = None
-    at: Text | None = None
-    """Line of the program that the main thread executes."""
+    at: Text | None = None  # line of the program that the main thread executes
     groups: Annotated[tuple[GroupStatus, ...], _MOST_GROUPS] = ()
     blocked_on: Annotated[tuple[tuple[Text, int, bool], ...], _MOST_GROUPS] = ()
     """Group, number and `is_start` of the collectives that block the rank; empty if it may continue."""
 
-    def on(self, group: str | None) -> GroupStatus | None:
-        """Return the status of one group."""
-        return next((known for known in self.groups if known.name == group), None)
+    def on(self, group: str | None) -> GroupStatus:
+        """Return the status of one group; its number is -1 if the rank does not know the group."""
+        return next((known for known in self.groups if known.name == group), _NO_GROUP)
 
     def describe(self) -> str:
         """Return the state as a predicate of 'rank 3'."""
         at = Where(step=self.step, phase=self.phase).in_words()
-        match self.state:
-            case "waits":
-                return f"waits in {self.label}{at}"
-            case "starts":
-                return f"is about to start {self.label}{at}"
-            case "runs":
-                line = f" ({self.at})" if self.at else ""
-                beside = f", while a thread beside it waits in {self.label}" if self.label else ""
-                return f"waits for no collective{at}{line}{beside}"
-            case "finished":
-                return f"has finished {self.label or 'its run'}{Where(step=self.step).in_words()}"
-            case "ending":
-                return f"ends because of a failure{at}"
-            case "silent":
-                return "does not answer: it is stopped, or something holds its interpreter"
-            case "gone":
-                return "is gone"
+        line = f" ({self.at})" if self.at else ""
+        beside = f", while a thread beside it waits in {self.label}" if self.label else ""
+        return {
+            "waits": f"waits in {self.label}{at}",
+            "starts": f"is about to start {self.label}{at}",
+            "runs": f"waits for no collective{at}{line}{beside}",
+            "finished": f"has finished {self.label or 'its run'}{Where(step=self.step).in_words()}",
+            "ending": f"ends because of a failure{at}",
+            "silent": "does not answer: it is stopped, or something holds its interpreter",
+            "gone": "is gone",
+        }[self.state]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     """Result of comparing the statuses of all ranks."""
 
-    sentence: str
-    """Description of the disagreement."""
-    table: str
-    """State of each rank, and for how long."""
-    missing: tuple[int, ...]
-    """Global ranks that have not called the collective."""
-    is_contradiction: bool = False
-    """True if ranks wait in different collectives of the same number, which cannot end."""
+    sentence: str  # description of the disagreement
+    table: str  # state of each rank, and for how long
+    missing: tuple[int, ...]  # global ranks that have not called the collective
+    is_contradiction: bool = False  # True if ranks wait in different collectives of the same number, for ever
 
 
 # ---------------------------------------------------------------------- from a process of the job
@@ -143,27 +127,21 @@ class DrainNode(Message):
 
 
 class Failed(Message):
-    """Failure of a process."""
+    """Failure of a process; base of all messages that the server handles by `JobControl.report`."""
 
     record: FailureRecord
 
 
-class SecondaryFailure(Message):
+class SecondaryFailure(Failed):
     """Failure of a call that communicates, probably because another rank failed."""
 
-    record: FailureRecord
 
-
-class PeerDisconnected(Message):
+class PeerDisconnected(Failed):
     """Disappearance of a process that another one watches."""
 
-    record: FailureRecord
 
-
-class Exited(Message):
+class Exited(Failed):
     """Exit of a child, reported by its launcher, with its place as rank."""
-
-    record: FailureRecord
 
 
 class Saved(Message):
@@ -222,13 +200,11 @@ class StateValues(Message):
     run: int
     number: int
     step: int
-    before: int | None
-    """Step after which the same was hashed before."""
+    before: int | None  # step after which the same was hashed before
     names: Annotated[tuple[Text, ...], _MOST_NAMES]
     values: Annotated[tuple[int, ...], _MOST_NAMES]
     can_be_copied: bool
-    notes: Annotated[tuple[Text, ...], _MOST_NOTES]
-    """Events since then that may be the cause of a difference."""
+    notes: Annotated[tuple[Text, ...], _MOST_NOTES]  # events since then that may be the cause of a difference
 
 
 # ---------------------------------------------------------------------- from the server
@@ -299,5 +275,4 @@ class PeerValue(Message):
     value: Any
 
 
-Outgoing = list[tuple[int, Message]]
-"""Messages, and the rank of each."""
+Outgoing = list[tuple[int, Message]]  # messages, and the rank of each

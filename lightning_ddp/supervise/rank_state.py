@@ -25,6 +25,8 @@ from lightning_ddp.supervise.orders import (
 
 __all__ = ["Passage", "RankState"]
 
+_FACTS = ("phase", "generation", "state_of", "begun", "ended", "run", "progress", "wish", "why")
+"""Fields of a report that are attributes of `RankState`."""
 _OUTSIDE = frozenset({RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED})
 """Phases from which a run leads to RUNNING."""
 _STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING, RankPhase.STANDING})
@@ -34,52 +36,37 @@ _UNINTERRUPTED = _STOPPED | {RankPhase.FINISHED, RankPhase.FAILED, RankPhase.END
 class Passage(Enum):
     """Action of a rank at a boundary."""
 
-    GO = auto()
-    """It passes."""
-    WAIT = auto()
-    """It waits for the next order."""
-    MEET = auto()
-    """It stays, as others join or leave here."""
-    STOP = auto()
-    """It stays, as all stop here."""
+    GO = auto()  # it passes
+    WAIT = auto()  # it waits for the next order
+    MEET = auto()  # it stays, as others join or leave here
+    STOP = auto()  # it stays, as all stop here
 
 
 class RankState:
     """A process's side of `JobState`. Not thread-safe: whoever shares it has a lock.
 
-    Args:
-        place: rank of this process in the first generation.
-        is_new: True if this process is in the place of a lost one.
+    Its `place` is its rank in the first generation; `is_new` if it is in the place of a lost one.
     """
 
     def __init__(self, place: int, *, is_new: bool) -> None:
         self.place = self.rank = place
         self.phase = RankPhase.STARTING
-        self.generation = 0
-        """The last one that it has entered."""
-        self.state_of = -1 if is_new else 0
-        """The last generation whose state it has; -1 for none."""
-        self.order = NO_ORDER
-        """The last order that was heard."""
-        self.members: tuple[int, ...] | None = None
-        """Places of the last generation that was heard of; None for the first one."""
-        self.position = 0
-        """Number of boundaries that were passed."""
-        self.may_meet = True
-        """True if ranks may join or leave at the boundary that comes next."""
+        self.generation = 0  # the last one that it has entered
+        self.state_of = -1 if is_new else 0  # the last generation whose state it has; -1 for none
+        self.order = NO_ORDER  # the last order that was heard
+        self.members: tuple[int, ...] | None = None  # in the last generation heard of; None for the first one
+        self.position = 0  # number of boundaries that were passed
+        self.may_meet = True  # True if ranks may join or leave at the boundary that comes next
         self.wish: Wish | None = None
-        self.stops_for: Wish | None = None
-        """Wish for which all have stopped at a boundary, where they have."""
-        self.begun = self.ended = 0
-        """Numbers of runs that it has begun, and ended."""
+        self.stops_for: Wish | None = None  # wish for which all have stopped at a boundary, where they have
+        self.begun = self.ended = 0  # numbers of runs that it has begun, and ended
+        self.run = ""  # name of the last one
+        self.progress: Progress | None = None
+        self.why: str | None = None
         self._is_new = is_new
         self._base = 0
-        self._run = ""
-        self._progress: Progress | None = None
-        self._why: str | None = None
         self._num_reports = 0
-        self._facts: object = self._know()
-        """Facts of the last report."""
+        self._known: object = self._know()  # facts of the last report
 
     # ------------------------------------------------------------------ the thread of the channel
 
@@ -95,45 +82,29 @@ class RankState:
 
     def news(self, where: Callable[[], Where], *, is_due: bool = False) -> Report | None:
         """Return the report to send: all facts, if one of them has changed, or it is time."""
-        facts = self._know()
-        if facts == self._facts and not is_due:
+        known = self._know()
+        if known == self._known and not is_due:
             return None
-        self._facts = facts
+        self._known = known
         self._num_reports += 1
-        return Report(
-            number=self._num_reports,
-            heard=self.order.number,
-            phase=self.phase,
-            generation=self.generation,
-            state_of=self.state_of,
-            position=self.position,
-            begun=self.begun,
-            ended=self.ended,
-            run=self._run,
-            progress=self._progress,
-            wish=self.wish,
-            why=self._why,
-            where=where(),
-        )
+        facts = {name: getattr(self, name) for name in _FACTS}
+        heard, position = self.order.number, self.position
+        return Report(number=self._num_reports, heard=heard, position=position, where=where(), **facts)
 
     def say_again(self) -> None:
         """Have the last report repeated, as its answer is needed soon."""
-        self._facts = None
+        self._known = None
 
     def _know(self) -> object:
         """Return the facts that are news: the position only under HOLD, no order that asks for nothing."""
         heard = 0 if self.task in (Task.WAIT, Task.RUN) else self.order.number
         position = self.position if self.task is Task.HOLD else -1
-        return (
-            heard, position, self.phase, self.generation, self.state_of, self.begun, self.ended, self._run,
-            self._progress, self.wish, self._why,
-        )  # fmt: skip
+        return heard, position, *(getattr(self, name) for name in _FACTS)
 
     # ------------------------------------------------------------------ what is known
 
     @property
     def task(self) -> Task:
-        """Task of this process."""
         return self.order.task
 
     @property
@@ -159,7 +130,6 @@ class RankState:
 
     @property
     def has_new(self) -> bool:
-        """True if others join at the boundary where all meet."""
         return self.order.has_new
 
     @property
@@ -178,13 +148,11 @@ class RankState:
     # ------------------------------------------------------------------ runs
 
     def begin_run(self, name: str) -> None:
-        """Begin a run, such as a fit."""
-        self.begun, self._run = self.begun + 1, name
+        self.begun, self.run = self.begun + 1, name
         if self.phase in _OUTSIDE and self.state_of >= 0:
             self.phase = RankPhase.RUNNING
 
     def end_run(self) -> None:
-        """End the run."""
         self.ended = self.begun
         if self.phase in (RankPhase.RUNNING, RankPhase.STARTING):
             self.phase = RankPhase.IDLE
@@ -192,7 +160,7 @@ class RankState:
     def fail(self, why: str | None) -> None:
         """Note that this process ends because of a failure, and why the others need it, if they do."""
         if self.phase is not RankPhase.ENDED:
-            self.phase, self._why = RankPhase.FAILED, why
+            self.phase, self.why = RankPhase.FAILED, why
 
     def leave(self) -> None:
         """Leave the job: the end of this process is no failure from now on."""
@@ -243,25 +211,23 @@ class RankState:
 
     def stand(self) -> None:
         """Wait, without a state and before the first step, to be let in."""
-        self.phase, self._progress = RankPhase.STANDING, None
-        self.rank = self.place
+        self.phase, self.progress, self.rank = RankPhase.STANDING, None, self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Note that the main thread has stopped; it commits nothing until it enters another generation.
+        """Note that the main thread has stopped, at the boundary where all meet if `has_met`.
 
-        Args:
-            has_met: True at the boundary on which all have agreed.
+        It commits nothing until it enters another generation.
         """
         if self.state_of < 0:
             self.stand()
         else:
             is_meeting = has_met and self.task is Task.MEET
-            self.phase, self._progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
+            self.phase, self.progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
 
     def answer(self, progress: Progress) -> None:
         """Set where this process has stopped: the same until it enters another generation."""
-        if self._progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
-            self._progress = progress
+        if self.progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
+            self.progress = progress
 
     def enter_next(self) -> NewGeneration | None:
         """Enter and return the generation that this process is to enter, if any; it has stopped before."""
@@ -269,16 +235,12 @@ class RankState:
         if new is None or self.place not in new.members or new.number <= self.generation:
             return None
         self.generation, self.rank = new.number, new.members.index(self.place)
-        self.phase, self._progress = RankPhase.ENTERING, None
+        self.phase, self.progress = RankPhase.ENTERING, None
         self.position = self._base = 0
         return new
 
     def settle(self) -> None:
-        """Note that this process has the state of its generation.
-
-        Raises:
-            PeerFailure: another rank is lost already.
-        """
+        """Note that this process has the state of its generation; raise if another rank is lost already."""
         if self.is_called and self.error is not None:
             raise self.error
         self.state_of, self.phase = self.generation, RankPhase.RUNNING

@@ -19,18 +19,13 @@ _OWN_SIGNALS = frozenset(
 
 
 class Recoveries:
-    """The recoveries of a job.
-
-    Args:
-        most: most recoveries without `STEPS_TO_FORGET` optimizer steps between them.
-    """
+    """The recoveries of a job: `most` at most without `STEPS_TO_FORGET` optimizer steps between them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._num = 0
         self._recovered_at: int | None = None
-        self._failed_at: dict[str, int] = {}
-        """Kind of failure of a process by its own doing -> the last step of one."""
+        self._failed_at: dict[str, int] = {}  # kind of failure by its own doing -> the last step of one
 
     def count(
         self, members: Iterable[Progress], lost: Iterable[FailureRecord], *, is_new: bool
@@ -38,8 +33,7 @@ class Recoveries:
         """Count a recovery, and return why the job cannot continue; None if it can.
 
         Args:
-            members: progress of the members that stay.
-            lost: failures of the members that are lost.
+            members: progress of those that stay.
             is_new: True if the generation before was whole; otherwise this is the same recovery.
         """
         known, failures = list(members), list(map(own_failure, lost))

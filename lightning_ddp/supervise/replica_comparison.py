@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import lightning_ddp.supervise.protocol as protocol
-from lightning_ddp.supervise.disagreement import join_ranks
+from lightning_ddp.supervise.disagreement import name_ranks
 from lightning_ddp.supervise.protocol import Message, Outgoing
 
 __all__ = ["Difference", "ReplicaComparison", "minority"]
@@ -25,18 +25,14 @@ _PAGE = "lightning_ddp/docs/guides/replica-check.md"
 class Difference:
     """Ranks whose state is not that of the others."""
 
-    ranks: tuple[int, ...]
-    """Ranks that are not in the majority; all if there is none."""
+    ranks: tuple[int, ...]  # ranks that are not in the majority; all if there is none
     has_majority: bool
-    can_be_copied: bool
-    """False where what differs is not a part of the state that a rank takes over from another one."""
+    can_be_copied: bool  # False if a part differs that a rank does not take over from another one
     text: str
 
 
 @dataclass
 class _Question:
-    """Question what all ranks have hashed at some time."""
-
     number: int
     deadline: float
     answers: dict[int, protocol.StateValues] = field(default_factory=dict)
@@ -48,8 +44,7 @@ class ReplicaComparison:
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = sorted(ranks)
         self._run = 0
-        self._values: dict[int, Counter[int]] = {}
-        """Number of a hash -> values, and how many ranks have it."""
+        self._values: dict[int, Counter[int]] = {}  # number of a hash -> values, and how many ranks have it
         self._question: _Question | None = None
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
@@ -111,36 +106,30 @@ def _explain(answers: Mapping[int, protocol.StateValues]) -> Difference | None:
     }
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     what = ", ".join([*names][:_MOST_NAMES]) + more
-    last = answers[parted[0]]
-    when = f"after step {last.step}" + (
-        f" (equal after step {last.before})" if last.before is not None else ""
-    )
+    who, last = name_ranks(parted), answers[parted[0]]
+    when = f"after step {last.step}"
+    when += f" (equal after step {last.before})" if last.before is not None else ""
     if alike:
         verb = "has" if len(parted) == 1 else "have"
-        text = f"{_ranks(parted)} {verb} another {what} than {_ranks(alike)}, the majority, {when}"
+        text = f"{who} {verb} another {what} than {name_ranks(alike)}, the majority, {when}"
     else:
-        text = (
-            f"{_ranks(parted)} have different {what} {when}; nobody knows which is right without a majority"
-        )
+        text = f"{who} have different {what} {when}; nobody knows which is right without a majority"
     notes: dict[str, list[int]] = {}
     for rank, each in answers.items():
         for note in each.notes:
             notes.setdefault(note, []).append(rank)
-    causes = [f"\n  {'all ranks' if having == ranks else _ranks(having)}: {n}" for n, having in notes.items()]
-    text = f"lightning_ddp: the replicas differ: {text}{''.join(causes)}\n  Causes and what to do: {_PAGE}"
+    whose = {note: "all ranks" if having == ranks else name_ranks(having) for note, having in notes.items()}
+    causes = "".join(f"\n  {having}: {note}" for note, having in whose.items())
+    text = f"lightning_ddp: the replicas differ: {text}{causes}\n  Causes and what to do: {_PAGE}"
     return Difference(tuple(parted), bool(alike), all(a.can_be_copied for a in answers.values()), text)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
 
 
 def minority(values: Iterable[Hashable]) -> list[int]:
     """Return the positions whose value is not that of more than half of all; all if no value is.
 
-    >>> minority("aabaa"), minority("aaaa"), minority("ab")
-    ([2], [], [0, 1])
+    >>> minority("aabaa"), minority("aaaa"), minority("ab"), minority("")
+    ([2], [], [0, 1], [])
     """
     listed = list(values)
-    most, number = Counter(listed).most_common(1)[0]
+    most, number = next(iter(Counter(listed).most_common(1)), (None, 0))
     return [i for i, each in enumerate(listed) if each != most or 2 * number <= len(listed)]

@@ -6,10 +6,8 @@ from lightning_ddp.supervise.failure_record import FailureRecord
 
 __all__ = ["ECHO_WAIT_S", "EXIT_WAIT_S", "RootCauseTracker"]
 
-EXIT_WAIT_S = 0.25
-"""Seconds that a process which vanished waits for its exit code, which its launcher learns as soon."""
-ECHO_WAIT_S = 2.0
-"""Seconds that a lost connection waits for the failure behind it."""
+EXIT_WAIT_S = 0.25  # seconds that a process which vanished waits for its exit code, from its launcher
+ECHO_WAIT_S = 2.0  # seconds that a lost connection waits for the failure behind it
 
 
 class RootCauseTracker:
@@ -21,8 +19,7 @@ class RootCauseTracker:
     """
 
     def __init__(self) -> None:
-        self.first: FailureRecord | None = None
-        """The first failure; it changes only where the others continue without that rank."""
+        self.first: FailureRecord | None = None  # changes only where the others continue without that rank
         self._vanished: dict[object, tuple[float, FailureRecord]] = {}
         self._echoes: list[tuple[float, FailureRecord]] = []
 
@@ -69,7 +66,6 @@ class RootCauseTracker:
 
     @property
     def echoes(self) -> list[FailureRecord]:
-        """Failures that wait for the one behind them."""
         return [record for _, record in self._echoes]
 
     def set_aside(self, record: FailureRecord) -> None:

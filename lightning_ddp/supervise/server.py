@@ -29,7 +29,6 @@ class ControlServer:
         address: name or address of this host; its interface is bound.
         token: secret of the job.
         any_interface: True to bind all interfaces, for an address that is the loopback on this host only.
-        processes: the processes of this node.
 
     Raises:
         RendezvousError: the address is not one of this host.
@@ -75,12 +74,10 @@ class ControlServer:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks have connected."""
         return self._job.has_met
 
     @property
     def identities(self) -> list[Identity]:
-        """Identities of the members that are connected."""
         return [member.who for member in self._job.roster.remaining]
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of supervision, recovery and preemption."""
+"""Settings of supervision, recovery and preemption. An invalid value raises `ConfigurationError`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverySettings:
-    """Options of `on_failure='shrink'`: when a run continues after a failure, and when it ends.
-
-    Raises:
-        ConfigurationError: a number is out of range, or a name is unknown.
-    """
+    """Options of `on_failure='shrink'`: when a run continues after a failure, and when it ends."""
 
     min_world_size: int = 1
     """Smallest number of ranks with which the run continues; with fewer ranks it ends."""
@@ -73,11 +69,7 @@ class ReplaceSettings(RecoverySettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionSettings:
-    """Options of `on_preemption='leave'`: the signal at which a process leaves the run at a step boundary.
-
-    Raises:
-        ConfigurationError: there is no such signal, or it cannot be handled.
-    """
+    """Options of `on_preemption='leave'`: the signal at which a process leaves the run at a step boundary."""
 
     signal: str = "SIGTERM"
     """Name of the signal that makes a process leave, such as 'SIGUSR1'."""
@@ -94,11 +86,7 @@ class PreemptionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCheckSettings:
-    """Options of `replica_check`: how much of the state is hashed in each step.
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
+    """Options of `replica_check`: how much of the state is hashed in each step."""
 
     name: ClassVar[Literal["warn", "stop", "heal"]] = "warn"
     """Reaction to replicas that differ."""
@@ -108,11 +96,9 @@ class ReplicaCheckSettings:
     """Most MiB that are hashed in a step; None for 0.25 on the CPU and 64 on a device."""
 
     def __post_init__(self) -> None:
-        is_right = type(self.cycle_steps) is int and self.cycle_steps >= 1
-        require(
-            is_right, f"replica_check: cycle_steps={self.cycle_steps!r}: expected an integer of at least 1"
-        )
-        limit = self.mb_per_step
+        steps, limit = self.cycle_steps, self.mb_per_step
+        is_right = type(steps) is int and steps >= 1
+        require(is_right, f"replica_check: cycle_steps={steps!r}: expected an integer of at least 1")
         is_right = limit is None or (type(limit) in (int, float) and limit > 0)
         require(is_right, f"replica_check: mb_per_step={limit!r}: expected a number above 0, or None")
 
@@ -130,32 +116,19 @@ class HealReplicas(ReplicaCheckSettings):
 
 
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
-    """Parse the argument `on_failure`; None if a failure ends the run.
-
-    Raises:
-        ConfigurationError: an unknown name or option.
-    """
+    """Parse the argument `on_failure`; None if a failure ends the run."""
     kinds = {"stop": None, "shrink": RecoverySettings, "replace": ReplaceSettings}
     return _parse("on_failure", spec, kinds)
 
 
 def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | None:
-    """Parse the argument `on_preemption`; None if a signal stops all ranks.
-
-    Raises:
-        ConfigurationError: an unknown name or option.
-    """
+    """Parse the argument `on_preemption`; None if a signal stops all ranks."""
     return _parse("on_preemption", spec, {"stop": None, "leave": PreemptionSettings})
 
 
 def parse_replica_check(spec: str | Mapping[str, Any]) -> ReplicaCheckSettings | None:
-    """Parse the argument `replica_check`; None if nothing is compared.
-
-    Raises:
-        ConfigurationError: an unknown name or option.
-    """
-    kinds: dict[str, type[ReplicaCheckSettings] | None]
-    kinds = {"off": None} | {k.name: k for k in (ReplicaCheckSettings, StopIfReplicasDiffer, HealReplicas)}
+    """Parse the argument `replica_check`; None if nothing is compared."""
+    kinds = {"off": None, "warn": ReplicaCheckSettings, "stop": StopIfReplicasDiffer, "heal": HealReplicas}
     return _parse("replica_check", spec, kinds)
 
 
@@ -182,11 +155,7 @@ def _parse(
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionSettings:
-    """Times within which failures are detected, and processes exit after one.
-
-    Raises:
-        ConfigurationError: a time is out of range.
-    """
+    """Times within which failures are detected, and processes exit after one."""
 
     heartbeat_timeout_s: float = 15.0
     """Seconds without a heartbeat after which a node counts as lost (at least 2)."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from lightning_ddp.supervise.actions import StartProcess
 from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.orders import RankPhase
-from lightning_ddp.supervise.processes import Process, ProcessState, Roster
+from lightning_ddp.supervise.processes import Process, ProcessState, Roster, StartProcess
 
 __all__ = ["STEPS_TO_FORGET", "Slot", "Slots"]
 
-STEPS_TO_FORGET = 100
-"""Committed steps after which earlier failures count no more."""
+STEPS_TO_FORGET = 100  # committed steps after which earlier failures count no more
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
 _ASK_AGAIN_S = 15.0
@@ -21,44 +19,30 @@ _ASK_AGAIN_S = 15.0
 
 @dataclass
 class Slot:
-    """The slot of one place."""
-
-    opens_at: float | None = None
-    """Time of the next start."""
-    is_awaited: bool = False
-    """True if the last process that was started is no member yet."""
-    joined_at: int | None = None
-    """Step at which its present process has joined; None for a first one."""
+    opens_at: float | None = None  # time of the next start
+    is_awaited: bool = False  # True if the last process that was started is no member yet
+    joined_at: int | None = None  # step at which its present process has joined; None for a first one
     asked_at: float = 0.0
     num_failed: int = 0
-    num_started: int = 0
-    """Number of processes that were to be started here, the first one not counted."""
+    num_started: int = 0  # number of processes that were to be started here, the first one not counted
 
     def awaits(self, start: int | None) -> bool:
-        """Return True if the process of this start is awaited."""
         return self.is_awaited and start == self.num_started
 
     def is_open(self, now: float) -> bool:
-        """Return True if a process is to be started."""
         return self.opens_at is not None and self.opens_at <= now
 
     def lost(self, step: int, now: float) -> None:
         """Note that a member is lost, and has ended, after `step` steps are committed."""
         is_soon = self.joined_at is not None and step - self.joined_at < STEPS_TO_FORGET
-        self.num_failed = self.num_failed if is_soon else -1
-        self.failed(now)
+        self.ended(now, is_failure=is_soon)
 
-    def failed(self, now: float) -> None:
-        """Note that a process has ended before it was a member; start the next one later each time."""
-        self.num_failed += 1
+    def ended(self, now: float, *, is_failure: bool = True) -> None:
+        """Note that a process has ended; start the next one at once, or later with each failure in a row."""
+        self.num_failed = self.num_failed + 1 if is_failure else 0
         self.is_awaited, self.joined_at = False, None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
         self.opens_at = now + (delay_s if self.num_failed else 0.0)
-
-    def left(self, now: float) -> None:
-        """Note that a member has left on request, and has ended, which is no failure."""
-        self.num_failed = -1
-        self.failed(now)
 
     def close(self) -> None:
         """Start no process, as the present one is to end."""
@@ -78,7 +62,6 @@ class Slots:
     """The slots of a job by their places.
 
     Args:
-        roster: the processes.
         most: most starts in a slot without `STEPS_TO_FORGET` steps in between; None to start no process.
     """
 
@@ -106,7 +89,7 @@ class Slots:
     def may_come(self, who: Identity, *, is_launcher: bool) -> bool:
         """Return True if a new process was asked for, or is the launcher of a node that is back.
 
-        The latter may come before its loss is known: then it waits.
+        The latter waits if it comes before the loss of its node is known.
         """
         if self._most is None or self._roster.nodes.get(who.rank) != who.node_rank:
             return False
@@ -127,10 +110,7 @@ class Slots:
         ]
 
     def due(self, now: float) -> list[StartProcess]:
-        """Return the processes to start now.
-
-        A start is asked for again with its number after a while, in case that the first request was lost.
-        """
+        """Return the processes to start now, and again after a while, in case that a request was lost."""
         if self._most is None:
             return []
         for process in self._roster.standing:  # whom nobody was asked to start

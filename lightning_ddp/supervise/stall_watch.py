@@ -9,11 +9,9 @@ from lightning_ddp.supervise.processes import Process
 
 __all__ = ["REPORTS_A_TIMEOUT", "StallWatch", "silent"]
 
-REPORTS_A_TIMEOUT = 4
-"""Least number of reports of a rank within the time after which it counts as stalled."""
+REPORTS_A_TIMEOUT = 4  # least number of reports of a rank within the time after which it counts as stalled
 _REPORT_EVERY_S = 0.25
-_REPORTS_A_S = 64
-"""Reports per second of all ranks together: each costs the server some 50 us."""
+_REPORTS_A_S = 64  # reports per second of all ranks together: each costs the server some 50 us
 
 
 def silent(identity: Identity, timeout_s: float) -> FailureRecord:
@@ -25,15 +23,12 @@ def silent(identity: Identity, timeout_s: float) -> FailureRecord:
 class StallWatch:
     """Looks now and then for a rank that is silent, or makes no progress and waits for nobody.
 
-    Args:
-        timeout_s: seconds without progress after which a rank has stalled; None for no limit.
-        num_ranks: number of ranks.
+    A rank has stalled after `timeout_s` seconds without progress; None for no limit.
     """
 
     def __init__(self, timeout_s: float | None, num_ranks: int) -> None:
         self._timeout_s = 0.0 if timeout_s is None else timeout_s
-        self.interval_s: float | None = None
-        """Period of reports: a stopped rank is found by so much later than the timeout."""
+        self.interval_s: float | None = None  # period of reports: a stopped rank is found by so much later
         if timeout_s is not None:
             often = max(_REPORT_EVERY_S, num_ranks / _REPORTS_A_S)
             self.interval_s = min(timeout_s / REPORTS_A_TIMEOUT, often)
@@ -72,6 +67,5 @@ class StallWatch:
             where = process.report.where
             if heard_at - moved_at > self._timeout_s and where.waits_for is None:
                 text = f"no progress within stall_timeout={self._timeout_s:g} s"
-                more = {"step": where.step, "phase": where.phase}
-                return process, FailureRecord.of_identity(process.who, text, **more)
+                return process, process.failure(text, step=where.step, phase=where.phase)
         return None
