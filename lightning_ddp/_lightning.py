@@ -306,6 +306,17 @@ def _function(name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: lightnings(name, _root_of(next(iter(args), None)))(*args, **kwargs)
 
 
+def _reader(path: str) -> Callable[[Any], Any]:
+    """Make a function that returns an attribute of an object, or of a part of it."""
+    return lambda owner: functools.reduce(_get, path.split("."), owner)
+
+
+def _writer(path: str) -> Callable[[Any, Any], None]:
+    """Make a function that sets such an attribute."""
+    *parts, name = path.split(".")
+    return lambda owner, value: _set(functools.reduce(_get, parts, owner), name, value)
+
+
 check_bad_cuda_fork = _function("check_bad_cuda_fork")
 """Refuse to fork a process that has used CUDA."""
 check_missing_main_guard = _function("check_missing_main_guard")
@@ -371,9 +382,24 @@ def end_silently(trainer: Trainer) -> None:
     teardown_trainer(trainer)
 
 
-def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
-    """Make `trainer` collect logged training values in `results`: `_results` of its loop."""
-    _set(trainer.fit_loop.epoch_loop, "_results", results)
+set_training_results = _writer("fit_loop.epoch_loop._results")
+"""Set the object in which a Trainer collects values that are logged in training."""
+training_results = _reader("fit_loop.epoch_loop._results")
+"""Return the dict of values logged in this training epoch of a Trainer."""
+callback_metrics = _reader("_logger_connector._callback_metrics")
+"""Return the dict behind `Trainer.callback_metrics`."""
+batches_that_stepped = _reader("fit_loop.epoch_loop._batches_that_stepped")
+"""Return a Trainer's step for logging, which counts several optimizers as one."""
+set_batches_that_stepped = _writer("fit_loop.epoch_loop._batches_that_stepped")
+set_saved_last = _writer("_last_global_step_saved")
+"""Set the step that `saved_last` returns."""
+running_hook = _reader("_current_fx_name")
+"""Return the hook or step of a module that Lightning runs at present, or None."""
+set_launcher = _writer("_launcher")
+set_redirection = _writer("_forward_redirection")
+"""Set the object that redirects a module's steps through the wrapper of a strategy."""
+layer_sync = _reader("_layer_sync")
+"""Return the plugin of `Trainer(sync_batchnorm=True)` from a strategy, else None."""
 
 
 def wrap_steps(trainer: Trainer, steps: Any) -> None:
@@ -413,11 +439,6 @@ def validates_now(trainer: Trainer) -> bool:
     """Return True if a validation follows the present batch: `_should_check_val_fx` of the loop."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
     return bool(_get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher))
-
-
-def training_results(trainer: Trainer) -> Any:
-    """Return the dict of values logged in this training epoch."""
-    return _get(trainer.fit_loop.epoch_loop, "_results")
 
 
 def loop_counters(trainer: Trainer) -> list[Any]:
@@ -467,11 +488,6 @@ def saved_last(callback: Any) -> int | None:
     return getattr(callback, "_last_global_step_saved", None)
 
 
-def set_saved_last(callback: Any, step: int) -> None:
-    """Set `_last_global_step_saved` of a `ModelCheckpoint`."""
-    _set(callback, "_last_global_step_saved", step)
-
-
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     """Drop prefetched batches; continue after `num_fetched` with the samplers' present order."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
@@ -480,11 +496,6 @@ def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     fetcher.fetched = num_fetched
     fetcher.length = trainer.fit_loop.max_batches
     fetcher.done = fetcher.fetched >= fetcher.length
-
-
-def callback_metrics(trainer: Trainer) -> Any:
-    """Return the dict behind `Trainer.callback_metrics`."""
-    return _get(_get(trainer, "_logger_connector"), "_callback_metrics")
 
 
 def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -645,16 +656,6 @@ def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[s
     return checkpoint
 
 
-def batches_that_stepped(trainer: Trainer) -> int:
-    """Return the step for logging, which counts several optimizers as one."""
-    return int(_get(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
-
-
-def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
-    """Set the step for logging: `_batches_that_stepped`."""
-    _set(trainer.fit_loop.epoch_loop, "_batches_that_stepped", number)
-
-
 def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
     """Call `check` before each training batch, instead of Lightning's exchange of signals by a collective."""
     loop: Any = trainer.fit_loop.epoch_loop
@@ -708,34 +709,13 @@ def append_to_csv(logger: Any) -> None:
             writer.metrics_keys = next(csv.reader(file), [])
 
 
-def running_hook(module: LightningModule) -> str | None:
-    """Return the hook or step of a module that Lightning runs at present: `_current_fx_name`."""
-    name: str | None = _get(module, "_current_fx_name")
-    return name
-
-
 # ---------------------------------------------------------------------- the strategy and its launcher
-
-
-def set_launcher(strategy: Any, launcher: Any) -> None:
-    """Set the value of `Strategy.launcher`: `_launcher`."""
-    _set(strategy, "_launcher", launcher)
 
 
 def pass_for_fabrics(launcher: Any) -> None:
     """Register a launcher as Fabric's `_MultiProcessingLauncher` or `_SubprocessScriptLauncher`."""
     kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
     lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
-
-
-def set_redirection(strategy: DDPStrategy, redirection: ForwardRedirection) -> None:
-    """Set the object that redirects a module's steps through its wrapper: `_forward_redirection`."""
-    _set(strategy, "_forward_redirection", redirection)
-
-
-def layer_sync(strategy: DDPStrategy) -> Any:
-    """Return the plugin of `Trainer(sync_batchnorm=True)`, else None: `_layer_sync`."""
-    return _get(strategy, "_layer_sync")
 
 
 def choose_backend(strategy: Any) -> str:
