@@ -18,10 +18,7 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
     "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
     "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
-    "custom_ddp_shrink": (
-        "continues with the remaining ranks when a rank is lost",
-        {"on_failure": "shrink"},
-    ),
+    "custom_ddp_shrink": ("continues with the remaining ranks when a rank is lost", {"on_failure": "shrink"}),
     "custom_ddp_replace": (
         "continues when a rank is lost, and starts a new process to replace it",
         {"on_failure": "replace"},
@@ -60,14 +57,12 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The variants of this package: name -> (description, arguments of `CustomDDPStrategy`)."""
 for _name in ("custom_ddp", "custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
-    for _searches, _what in (
-        (True, "that searches for unused parameters in every step"),
-        (False, "in which a parameter without a gradient is an error"),
+    for _ending, _searches, _what in (
+        ("true", True, "that searches for unused parameters in every step"),
+        ("false", False, "in which a parameter without a gradient is an error"),
     ):
-        BUILTIN[f"{_name}_find_unused_parameters_{str(_searches).lower()}"] = (
-            f"{_name} {_what}",
-            {**BUILTIN[_name][1], "find_unused_parameters": _searches},
-        )
+        _arguments = {**BUILTIN[_name][1], "find_unused_parameters": _searches}
+        BUILTIN[f"{_name}_find_unused_parameters_{_ending}"] = (f"{_name} {_what}", _arguments)
 
 _variants: dict[str, tuple[str, dict[str, Any]]] = {}
 """The registered variants, as above."""
@@ -99,13 +94,12 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
     for argument in strategy_kwargs:
         if argument not in known:
             raise unknown_argument("CustomDDPStrategy()", argument, known)
-    registered = _variants.get(name)
-    if registered is not None and registered[1] == strategy_kwargs:
+    if name in _variants and _variants[name][1] == strategy_kwargs:
         return
-    taken = [registry[name]["description"] for registry, _ in _joined if name in registry]
-    if registered is not None or taken:
-        what = registered[0] if registered is not None else taken[0]
-        raise ConfigurationError(f"strategy name {name!r} is taken: {what or 'no description'}")
+    taken = [_variants[name][0]] if name in _variants else []
+    taken += [registry[name]["description"] for registry, _ in _joined if name in registry]
+    if taken:
+        raise ConfigurationError(f"strategy name {name!r} is taken: {taken[0] or 'no description'}")
     _variants[name] = description, strategy_kwargs
     for registry, strategy in _joined:
         _add(name, registry, strategy)
@@ -153,25 +147,23 @@ def register_builtin_variants() -> None:
     """
     for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)
+    join_fabric = partial(_join, registry="STRATEGY_REGISTRY", strategy=CustomFabricStrategy)
+    join = partial(_join, registry="StrategyRegistry", strategy=CustomDDPStrategy)
+    explain = partial(explain_refusals, explain=_explain_refusal)
     for root in FABRICS:
-        join = partial(_join, registry="STRATEGY_REGISTRY", strategy=CustomFabricStrategy)
-        after_import(f"{root}.strategies", join)
+        after_import(f"{root}.strategies", join_fabric)
     for root in ROOTS:
-        join = partial(_join, registry="StrategyRegistry", strategy=CustomDDPStrategy)
         after_import(f"{root}.strategies", join)
-        after_import(
-            f"{root}.trainer.connectors.accelerator_connector",
-            lambda module: explain_refusals(module, _explain_refusal),
-        )
+        after_import(f"{root}.trainer.connectors.accelerator_connector", explain)
 
 
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
     """Return the message for a strategy that a Trainer has rejected; None if it is not ours."""
     if isinstance(strategy, str):
         known = {name for registry, _ in _joined for name in registry}
-        meant = next(iter(difflib.get_close_matches(strategy.lower(), sorted(known), n=1)), None)
-        if meant in _variants and strategy.lower() not in known:
-            return f"there is no strategy {strategy!r}; did you mean {meant!r}?"
+        meant = difflib.get_close_matches(strategy.lower(), sorted(known), n=1)
+        if meant and meant[0] in _variants and strategy.lower() not in known:
+            return f"there is no strategy {strategy!r}; did you mean {meant[0]!r}?"
     if isinstance(strategy, CustomDDPStrategy):
         words = str(error).replace("strategy='ddp_notebook'", "strategy='custom_ddp_notebook'")
         return words if words != str(error) else None
