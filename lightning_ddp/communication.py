@@ -124,9 +124,7 @@ class Communication:
         Collective: all ranks must call it.
 
         Args:
-            model: the wrapper.
-            group: its ranks.
-            device: device of the gradients.
+            model: the wrapper, of the ranks of `group`, with gradients on `device`.
             node_size: number of ranks on a node.
             loss_scale: returns the present loss scale of mixed precision; called in jobs of the hook.
             scaler: returns the loss scaler, or None.
@@ -146,13 +144,34 @@ class Communication:
             self._stateful = hook if isinstance(hook, StatefulHook) else None
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
-        _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
+        self._check_agreement(hook, group, device)
         if self._averages_in_nodes:
             from lightning_ddp.averaging.local_sgd import NodeGradients
 
             hook = NodeGradients(hook, group, node_size, device, lambda: not self.is_local)
         if hook is not None:
             model.register_comm_hook(self._hook_state, hook)
+
+    def _check_agreement(self, hook: Callable[..., Any] | None, group: Group, device: torch.device) -> None:
+        """Check that all ranks reduce and average in the same way; all ranks must call it."""
+        plan, averaging = self._hook_plan, str(self.averager_plan)
+        name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
+        mine = (name, str(plan) if plan is not None else describe_hook(hook), averaging)
+        everyone = all_gather_objects(group, mine, device)
+        first_name, first_hook, first_averaging = everyone[0]
+        for rank, (other_name, other, other_averaging) in enumerate(everyone):
+            if other != first_hook:
+                raise ConfigurationError(
+                    "the ranks have different communication hooks, so their collectives would not match from"
+                    f" bucket 0 on: {other_name!r} on rank {rank}, {first_name!r} on rank 0. Rank {rank} has"
+                    f" {other}, rank 0 has {first_hook}. Use the same hook on all ranks."
+                )
+            if other_averaging != first_averaging:
+                raise ConfigurationError(
+                    "the ranks have different model averaging, so they would average at different times:"
+                    f" rank {rank} has {other_averaging}, rank 0 has {first_averaging}. Use the same averager"
+                    " on all ranks."
+                )
 
     def start(
         self,
@@ -167,7 +186,7 @@ class Communication:
         Collective: all ranks must call it.
         """
         factor = float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [each for optimizer in optimizers for each in optimizer.param_groups]
         if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(
                 f"momentum={factor} of the communication hook and momentum of the optimizer (for Adam, the"
@@ -283,13 +302,13 @@ class Communication:
 
         Collective: all ranks must call it.
         """
+        is_source = group.rank == source
         if self._stateful is not None:
-            mine = _pick(self._stateful, shared=True) if group.rank == source else None
+            mine = _pick(self._stateful, shared=True) if is_source else None
             shared = broadcast_nested(group, mine, source, device, label="state of a hook")
             if is_behind:
                 self._stateful.finish(shared)
         if self.averager is not None:
-            is_source = group.rank == source
             mine = self.averager.for_others() if is_source else None
             shared = broadcast_nested(group, mine, source, device, label="state of an averager")
             if is_behind:
@@ -338,19 +357,19 @@ class Communication:
                 f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}, but this release reads"
                 f" {STATE_FORMAT}"
             )
-        notes = []
+        own = own or {}
+        notes: list[str] = []
         if "hook" in shared and self._stateful is not None:
-            notes += self._stateful.load_state_dict(_merge(shared["hook"], (own or {}).get("hook")), names)
+            state = _merge(shared["hook"], own.get("hook", {}))
+            notes += self._stateful.load_state_dict(state, names)
         elif "hook" in shared:
-            notes.append(
-                f"state of hook {shared['hook']['name']!r} was dropped, because the run does not use this"
-                " hook"
-            )
+            name = shared["hook"]["name"]
+            notes.append(f"state of hook {name!r} was dropped, because the run does not use this hook")
         if "averager" in shared and self.averager is not None:
             notes += self.averager.load_state_dict(shared["averager"])
-            for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
+            for track, saved in zip(self.averager.tracks, own.get("optimizers", []), strict=False):
                 track.optimizer.load_state_dict(saved)
-            if own is not None and "scaler" in own and self._scaler() is not None:
+            if "scaler" in own and self._scaler() is not None:
                 self._scaler().load_state_dict(own["scaler"])
             self._follow()
         elif "averager" in shared:
@@ -361,49 +380,18 @@ class Communication:
         return notes
 
 
-def _check_agreement(
-    hook: Callable[..., Any] | None,
-    plan: HookPlan | None,
-    averaging: AveragerPlan | None,
-    group: Group,
-    device: torch.device,
-) -> None:
-    """Check that all ranks reduce and average in the same way.
-
-    Collective: all ranks must call it.
-    """
-    name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
-    mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
-    everyone = all_gather_objects(group, mine, device)
-    first_name, first_hook, first_averaging = everyone[0]
-    for rank, (other_name, other, other_averaging) in enumerate(everyone):
-        if other != first_hook:
-            raise ConfigurationError(
-                "the ranks have different communication hooks, so their collectives would not match from"
-                f" bucket 0 on: {other_name!r} on rank {rank}, {first_name!r} on rank 0. Rank {rank} has"
-                f" {other}, rank 0 has {first_hook}. Use the same hook on all ranks."
-            )
-        if other_averaging != first_averaging:
-            raise ConfigurationError(
-                "the ranks have different model averaging, so they would average at different times: rank"
-                f" {rank} has {other_averaging}, rank 0 has {first_averaging}. Use the same averager on all"
-                " ranks."
-            )
-
-
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
     """Return a hook's state with the tensors that all ranks share, or with the others."""
     state = hook.state_dict()
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name, values in state["tensors"].items():
-        chosen = {key: value for key, value in values.items() if (key in hook.shared_keys) == shared}
-        if chosen:
-            tensors[name] = chosen
-    return {**state, "tensors": tensors}
+    chosen = {
+        name: {key: value for key, value in values.items() if (key in hook.shared_keys) == shared}
+        for name, values in state["tensors"].items()
+    }
+    return {**state, "tensors": {name: values for name, values in chosen.items() if values}}
 
 
-def _merge(shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     tensors = {name: dict(values) for name, values in shared["tensors"].items()}
-    for name, values in (own or {"tensors": {}})["tensors"].items():
+    for name, values in own.get("tensors", {}).items():
         tensors.setdefault(name, {}).update(values)
     return {**shared, "tensors": tensors}
