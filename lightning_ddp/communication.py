@@ -200,10 +200,7 @@ class Communication:
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
-        """Count a step of an optimizer and average if it is due.
-
-        Collective: all ranks must call it.
-        """
+        """Count a step of an optimizer and average if it is due; all ranks must call it."""
         if self.averager is not None:
             self.averager.step(optimizer, was_skipped=was_skipped)
             self._follow()
@@ -213,10 +210,7 @@ class Communication:
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> bool:
-        """Make the parameters the same on all ranks; return True if they may have differed.
-
-        Collective: all ranks must call it.
-        """
+        """Make the parameters of all ranks, which must call it, the same; return True if that was needed."""
         return self.averager is not None and self.averager.agree()
 
     # ------------------------------------------------------------------ other ranks
@@ -229,10 +223,7 @@ class Communication:
             self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
-        """Continue with the ranks of `group`, after `halt`.
-
-        Collective: all ranks must call it.
-        """
+        """Continue with the ranks of `group`, after `halt`; all ranks must call it."""
         if self.hook is not None and self._hook_plan is not None:
             from lightning_ddp.hooks import build_hook
 
@@ -298,10 +289,7 @@ class Communication:
             self._follow()
 
     def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
-        """Copy shared state to the ranks that are one step behind.
-
-        Collective: all ranks must call it.
-        """
+        """Copy shared state to the ranks that are one step behind; all ranks must call it."""
         is_source = group.rank == source
         if self._stateful is not None:
             mine = _pick(self._stateful, shared=True) if is_source else None

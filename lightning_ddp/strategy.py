@@ -232,10 +232,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ launch and set-up
 
     def setup_distributed(self) -> None:
-        """Join the process group of the run; return once all ranks have joined.
-
-        Collective: all ranks must call it.
-        """
+        """Join the process group of the run; return once all ranks have joined."""
         from lightning_ddp.launch.job_context import job_context
 
         reset_seed()
@@ -260,10 +257,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._journal = Journal(context)
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the model to its device, wrap it for fitting, and create optimizers.
-
-        Collective: all ranks must call it.
-        """
+        """Move the model to its device, wrap it for fitting, create optimizers; all ranks must call it."""
         assert self.accelerator is not None
         assert self.model is not None
         assert self._context is not None
@@ -578,37 +572,29 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ evaluation and end of training
 
     def on_validation_start(self) -> None:
-        """Average the parameters and buffers over all ranks before validation, in local training.
-
-        Collective: all ranks must call it.
-        """
+        """Average parameters and buffers before validation, in local training; all ranks must call it."""
         self._agree()
         super().on_validation_start()
 
     def _check_evaluation(self) -> None:
+        """End a run that only evaluates, if a signal stops it."""
         if self._stopping is not None:
             self._stopping.check_evaluation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation step, unless a signal stops a run that only validates."""
         self._check_evaluation()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a test step, unless a signal stops the run."""
         self._check_evaluation()
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prediction step, unless a signal stops the run."""
         self._check_evaluation()
         return super().predict_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """Make the buffers those of rank 0 on all ranks; in local training, average the parameters first.
-
-        Collective: all ranks must call it.
-        """
+        """Average parameters, in local training, and copy the buffers of rank 0; all ranks must call it."""
         self._agree()
         wrapper = as_wrapper(self.model)
         if wrapper is not None:

@@ -194,10 +194,7 @@ def seed_generators(*, seed: int, rank: int, step: int) -> None:
 
 
 def share_versions(trainer: Trainer) -> None:
-    """Give the loggers of all ranks the version of those of rank 0, whose place each may take.
-
-    Collective: all ranks must call it.
-    """
+    """Give the loggers of all ranks, which must call it, the version of those of rank 0."""
     versions = trainer.strategy.broadcast([logger_version(logger) for logger in trainer.loggers])
     for logger, version in zip(trainer.loggers, versions, strict=True):
         set_logger_version(logger, version)
