@@ -192,9 +192,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if not divide_by_initial_world_size and uneven_inputs != "join":
             raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
         if not isinstance(emergency_checkpoint, bool | str | Path):
-            raise ConfigurationError(
-                f"emergency_checkpoint={emergency_checkpoint!r}: expected True, False or a folder"
-            )
+            message = f"emergency_checkpoint={emergency_checkpoint!r}: expected True, False or a folder"
+            raise ConfigurationError(message)
         self._emergency_checkpoint = emergency_checkpoint
         self._uneven_inputs = uneven_inputs
         self._divide_by_initial_world_size = divide_by_initial_world_size
@@ -226,8 +225,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
                 averager=self._communication.averager_plan,
             )
-        redirection = bind_like(self, ManualOptimizationRedirection)
-        set_redirection(self, redirection(self._communication))
+        set_redirection(self, bind_like(self, ManualOptimizationRedirection)(self._communication))
 
     # ------------------------------------------------------------------ launch and set-up
 
@@ -276,7 +274,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self.configure_ddp()
             self.setup_optimizers(trainer)
             self._setup_observer(trainer)
-            self._setup_uneven_inputs(trainer)
+            self._lockstep = None
+            if self._uneven_inputs is not None:
+                self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
             from lightning_ddp.comm.collectives import broadcast_coalesced
 
@@ -333,9 +333,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Number of replicas and rank for a distributed sampler."""
         arguments = super().distributed_sampler_kwargs
-        if self._world is not None:
-            return {**arguments, "num_replicas": self._world[1]}
-        return arguments
+        return arguments if self._world is None else {**arguments, "num_replicas": self._world[1]}
 
     def _setup_observer(self, trainer: Trainer) -> None:
         """Choose what is done about lost ranks in this fit, and about its last step if they end it."""
@@ -419,29 +417,24 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             context.control.inspector.compare_before_each(self._debug == "detail")
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
-        """Wrap `model` in `BucketedDDP`, which is no subclass of torch's DistributedDataParallel."""
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Register the communication hook, on every device type; all ranks must call it."""
         wrapper = as_wrapper(self.model)
         assert wrapper is not None
         self._register_hook(wrapper, self._communication)
 
     def _setup_uneven_inputs(self, trainer: Trainer) -> None:
-        self._lockstep = None
-        if self._uneven_inputs is not None:
-            from lightning_ddp.ddp.lockstep import Lockstep  # late, as most runs do not need it
+        from lightning_ddp.ddp.lockstep import Lockstep  # late, as most runs do not need it
 
-            self._lockstep = Lockstep(
-                self._joined_group(),
-                self.root_device,
-                is_allowed=self._uneven_inputs == "join",
-                divide_by_initial_world_size=self._divide_by_initial_world_size,
-            )
-            results = bind_like(trainer, LockstepResults)(self._lockstep)
-            set_training_results(trainer, results)
-            forget_loaders(trainer)  # already made if a schedule needed the number of steps
+        self._lockstep = Lockstep(
+            self._joined_group(),
+            self.root_device,
+            is_allowed=self._uneven_inputs == "join",
+            divide_by_initial_world_size=self._divide_by_initial_world_size,
+        )
+        set_training_results(trainer, bind_like(trainer, LockstepResults)(self._lockstep))
+        forget_loaders(trainer)  # already made if a schedule needed the number of steps
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -449,12 +442,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ training steps
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the dataloader; with `uneven_inputs`, wrapped to end on all ranks at the same step.
-
-        Raises:
-            ConfigurationError: there are several training dataloaders, or only some ranks know the length of
-                theirs, or `training_step` fetches its batches itself, or the run resumes inside an epoch.
-        """
+        """Return the dataloader; with `uneven_inputs`, wrapped to end on all ranks at the same step."""
         if not self._is_training():
             return dataloader
         dealer = self._observer.dealer
@@ -466,9 +454,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         require_lockstep(self.lightning_module)
         if dealer is None:
             return self._lockstep.wrap(dataloader)
-        return self._lockstep.wrap(
-            dataloader, partial(dealer.most, dataloader), partial(dealer.spare, dataloader)
-        )
+        most, spare = partial(dealer.most, dataloader), partial(dealer.spare, dataloader)
+        return self._lockstep.wrap(dataloader, most, spare)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device; with `uneven_inputs`, exchange first which ranks have a batch."""
