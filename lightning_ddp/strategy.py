@@ -256,8 +256,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Move the model to its device, wrap it for fitting, create optimizers; all ranks must call it."""
-        assert self.accelerator is not None
-        assert self.model is not None
         assert self._context is not None
         from lightning_ddp.launch.step_stop import StepStop
 
@@ -285,13 +283,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self.setup_precision_plugin()
         if fits:
             optimizers_to_device(self.optimizers, self.root_device)
-            assert self.lightning_module is not None
-            self._communication.start(
-                self.lightning_module,
-                self.optimizers,
-                self._joined_group(),
-                keeps_rounds=self._observer.repeats_steps,
-            )
+            module, group, repeats = self.lightning_module, self._joined_group(), self._observer.repeats_steps
+            self._communication.start(module, self.optimizers, group, keeps_rounds=repeats)
             self._start_replica_check(self._replicas, self._shared_facts)
 
     def _replicas(self) -> list[Any]:
@@ -301,13 +294,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return [] if wrapper is None else [Replica(wrapper, self._communication, self.optimizers)]
 
     def _shared_facts(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
         deals_batches = self._uneven_inputs is not None or self._observer.dealer is not None
         return shared_facts(self.lightning_module.trainer, deals_batches)
 
     def _num_steps(self) -> int:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.global_step + 1  # which counts it when it has returned
+        return int(self.lightning_module.trainer.global_step) + 1  # which counts it when it has returned
 
     def set_world_ranks(self) -> None:
         """Set this process's rank and the number of ranks in the cluster environment."""
@@ -450,7 +441,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             dataloader = dealer.adopt(dataloader)
         if self._lockstep is None:
             return dataloader
-        assert self.lightning_module is not None
         require_lockstep(self.lightning_module)
         if dealer is None:
             return self._lockstep.wrap(dataloader)
@@ -464,7 +454,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _is_training(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.training
+        return self.lightning_module is not None and bool(self.lightning_module.trainer.training)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch, so that its step can be repeated after a rank was lost."""
@@ -473,7 +463,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` in the wrapper's forward."""
-        assert self.lightning_module is not None
         lockstep = self._lockstep
         with nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
             output = super().training_step(*args, **kwargs)
@@ -529,7 +518,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return loss
 
     def _is_automatic(self) -> bool:
-        return self.lightning_module is None or self.lightning_module.automatic_optimization
+        return self.lightning_module is None or bool(self.lightning_module.automatic_optimization)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Keep gradients of backward passes in this context on their rank (Lightning's accumulation)."""
@@ -645,7 +634,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """Restore optimizers, and in a run hook and averager; log each item that could not be restored."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._is_alone():
-            assert self.lightning_module is not None
             self._load_state(self._communication, self.lightning_module, dict(checkpoint), self._resumed_from)
 
     # ------------------------------------------------------------------ collectives

@@ -83,6 +83,8 @@ class StrategyCore:
 
     if TYPE_CHECKING:  # Lightning's
         root_device: Any
+        lightning_module: Any
+        model: Any
         cluster_environment: Any
         num_nodes: Any
         num_processes: Any
@@ -179,7 +181,6 @@ class StrategyCore:
         if self._runs_script:
             from lightning_ddp.launch.launcher import ScriptLauncher
 
-            assert self.cluster_environment is not None  # set by the Trainer just before
             launcher = bind_like(self, ScriptLauncher)(
                 self.cluster_environment,
                 self.num_processes,
