@@ -362,7 +362,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             device_type=self.root_device.type,
             is_averaging=self._communication.averager_plan is not None,
         )
-        recovery = Recovery(
+        return Recovery(
             self._context,
             trainer,
             self._communication,
@@ -373,8 +373,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             stop=self._stopping,
             journal=self._journal,
         )
-        recovery.wait_for_others()
-        return recovery
 
     def _meet_again(self, new: NewGeneration) -> None:
         """Create the process group of a generation, and all that depends on it; all ranks must call it."""
