@@ -131,20 +131,14 @@ class DealtSampler(Sampler[Any]):
         """Return the samples of the whole epoch in their order."""
         if self._is_plain:
             return _order_of(self.inner)
-        if self._order is None:
-            self._order = _order_of(self.inner)
+        self._order = _order_of(self.inner) if self._order is None else self._order
         return self._order
 
     def check(self) -> None:
-        """Check that the rest of an epoch can be dealt anew; draw nothing.
-
-        Raises:
-            ConfigurationError: a copy for one rank does not give the order that is dealt in turn.
-        """
-        inner = self.inner
+        """Refuse a sampler whose copy for one rank does not give the order that is dealt; draw nothing."""
         if self._is_plain:
             return
-        random = RandomStates()
+        inner, random = self.inner, RandomStates()
         mine = list(inner)
         random.restore()
         order = _order_of(inner)
@@ -271,11 +265,7 @@ class Dealer:
         return loaders_of(self._trainer.fit_loop)
 
     def adopt(self, loader: Any) -> Any:
-        """Take over a dataloader's sampler; return the loader.
-
-        Raises:
-            ConfigurationError: the rest of an epoch of it cannot be dealt anew.
-        """
+        """Take over a dataloader's sampler, if the rest of an epoch can be dealt anew; return the loader."""
         batches: Any = getattr(loader, "batch_sampler", None)
         inner = getattr(batches, "sampler", None)
         if not isinstance(loader, DataLoader) or not hasattr(inner, "num_replicas"):
@@ -310,11 +300,7 @@ class Dealer:
         return loader.collate_fn([loader.dataset[index] for index in some])
 
     def check(self) -> None:
-        """Check all loaders together.
-
-        Raises:
-            ConfigurationError: they cannot be split.
-        """
+        """Refuse several loaders where the global batch is kept."""
         if self._keeps_global and len(self._loaders) > 1:
             raise ConfigurationError(
                 "on_failure with batch='global' supports one training dataloader, because samples of"

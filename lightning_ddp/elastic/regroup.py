@@ -47,12 +47,9 @@ def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> No
 
 
 def end_collectives(ours: FailureHandler, device: torch.device) -> None:
-    """Abort all groups; when it returns nothing runs on the device any more. Does not communicate.
+    """Abort all groups, until nothing runs on the device any more; an error if something does not end.
 
-    On the CPU nothing is done, as what waits there has been interrupted.
-
-    Raises:
-        LightningDDPError: something does not end there.
+    Does not communicate. On the CPU nothing is done, as what waits there has been interrupted.
     """
     if device.type != "cuda":
         return
@@ -104,12 +101,9 @@ def meet_again(
     it begins when all have come, and gives up soon.
 
     Args:
-        context: context of this process's job; its control channel knows generation and rank.
-        backend: 'gloo', 'nccl' ...
-        world_size: the new number of ranks.
+        context: its control channel knows generation and rank.
         timeout: time limit of collectives.
         meet_within: time for which gloo waits for a peer, up to five times.
-        device: device of this process.
 
     Raises:
         PeerFailure: the run has failed meanwhile.

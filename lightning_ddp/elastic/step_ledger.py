@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp._lightning import (
-    Trainer,
-    batches_that_stepped,
-    complete_steps,
-    loader_states,
-)
+from lightning_ddp._lightning import Trainer, batches_that_stepped, complete_steps, loader_states
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.elastic.undo import Mark, PhaseMark

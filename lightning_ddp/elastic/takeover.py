@@ -73,11 +73,7 @@ class Journal:
         return self._is_reader and self._is_open
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a collective of some kind, from `call` or as rank 0 had it.
-
-        Raises:
-            ConfigurationError: rank 0 has called something of another kind here.
-        """
+        """Return the result of a collective, from `call` or as rank 0 had it, if that was of this kind."""
         if not self._is_open:
             return call()
         if self._results is None:
@@ -85,9 +81,8 @@ class Journal:
         if not self._is_reader:
             self._results.append((kind, call()))
             return self._results[-1][1]
-        expected, value = (
-            self._results.pop(0) if self._results else ("nothing more before its first epoch", None)
-        )
+        nothing = ("nothing more before its first epoch", None)
+        expected, value = self._results.pop(0) if self._results else nothing
         if expected != kind:
             raise ConfigurationError(
                 f"on_failure='replace': in a replacement process the script's set-up calls {kind}, where"
@@ -102,8 +97,7 @@ class Journal:
         if self._is_reader or not self._has_ended or calls is None or calls.state.rank != 0:
             return
         data = pickle.dumps(self._results)
-        starts = range(0, len(data), _CHUNK_BYTES)
-        for start in starts:
+        for start in range(0, len(data), _CHUNK_BYTES):
             self._context.store.set(f"{_KEY}/{start}", data[start : start + _CHUNK_BYTES])
         self._context.store.set(_KEY, f"{len(data)} {self._sign(data)}")
 
