@@ -169,25 +169,22 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
         copies[id(buffer)] = [
             buffer if index == own else buffer.to(device, copy=True) for index, device in enumerate(targets)
         ]
-    return [_replica(module, copies, index, {}) for index in range(len(targets))]
+    return [_replica(module, copies, index) for index in range(len(targets))]
 
 
-def _replica(
-    module: nn.Module, copies: Mapping[int, Sequence[Tensor]], index: int, made: dict[int, nn.Module]
-) -> nn.Module:
-    if id(module) in made:
-        return made[id(module)]
-    made[id(module)] = replica = shallow_replica(module)
-    for name, child in children_of(module).items():
-        children_of(replica)[name] = None if child is None else _replica(child, copies, index, made)
-    for name, parameter in parameters_of(module).items():
-        if parameter is None:
-            parameters_of(replica)[name] = None
-        else:
-            setattr(replica, name, copies[id(parameter)][index])
-    for name, buffer in buffers_of(module).items():
-        buffers_of(replica)[name] = None if buffer is None else copies[id(buffer)][index]
-    return replica
+def _replica(module: nn.Module, copies: Mapping[int, Sequence[Tensor]], index: int) -> nn.Module:
+    made = {id(part): (part, shallow_replica(part)) for part in module.modules()}
+    for part, replica in made.values():
+        for name, child in children_of(part).items():
+            children_of(replica)[name] = None if child is None else made[id(child)][1]
+        for name, parameter in parameters_of(part).items():
+            if parameter is None:
+                parameters_of(replica)[name] = None
+            else:
+                setattr(replica, name, copies[id(parameter)][index])
+        for name, buffer in buffers_of(part).items():
+            buffers_of(replica)[name] = None if buffer is None else copies[id(buffer)][index]
+    return made[id(module)][1]
 
 
 def parallel_apply(
