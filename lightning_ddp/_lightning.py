@@ -105,7 +105,6 @@ def read_rank_again(rank: int, local_rank: int) -> None:
 
 
 def loaded_roots() -> list[str]:
-    """Return the namespaces that this process has imported."""
     return [root for root in ROOTS if hasattr(sys.modules.get(root), "Trainer")]
 
 
@@ -145,7 +144,6 @@ def _names_of(root: str) -> dict[str, Any]:
 
 
 def _import(module: str, name: str) -> Any:
-    """Import an object from one of Lightning's modules."""
     try:
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ImportError) as error:
@@ -167,7 +165,6 @@ def _unsupported(where: str, name: str, root: str | None = None) -> UnsupportedV
 
 
 def _get(owner: Any, name: str) -> Any:
-    """Return a private attribute of an object of Lightning."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -333,7 +330,6 @@ def capture_globals() -> Any:
 
 
 def num_cuda_devices() -> int:
-    """Return the number of GPUs that Lightning finds."""
     return int(lightnings("CUDAAccelerator").auto_device_count())
 
 
@@ -611,7 +607,6 @@ def _rewind_batches(trainer: Trainer) -> None:
 
 
 def before_batches(trainer: Trainer, function: Callable[[], object]) -> None:
-    """Call a function before each training batch is fetched."""
 
     def call_and_advance(advance: Any, data_fetcher: Any) -> None:
         function()
@@ -644,7 +639,6 @@ def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def loader_states(trainer: Trainer) -> list[Any]:
-    """Return the states of training dataloaders, for a checkpoint."""
     return list(_get(trainer.fit_loop, "_combined_loader")._state_dicts())
 
 

@@ -126,12 +126,10 @@ def keep_sockets_in(folder: str) -> None:
 
 
 def name_of_group(process_group: Any) -> str:
-    """Return torch's name of a group that it knows."""
     return str(dist.distributed_c10d._world.pg_names[process_group])
 
 
 def default_store() -> Any:
-    """Return the store of the default process group: `_get_default_store`."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -178,7 +176,6 @@ def timeout_of(backend: Any) -> timedelta | None:
 
 
 def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of a backend's collectives."""
     in_public = getattr(backend, "set_timeout", None)  # absent in older versions of torch
     (in_public or backend._set_default_timeout)(timeout)
 

@@ -110,7 +110,6 @@ class CommunicationMonitor(Callback):
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
     def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: WorldChange) -> None:
-        """Continue recording with the current ranks."""
         if self.recorder is None or self._exchange is None:
             return
         step = change.step - self._first_step

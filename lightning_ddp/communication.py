@@ -206,7 +206,6 @@ class Communication:
             self._follow()
 
     def _follow(self) -> None:
-        """Pass the averager's phase on to the wrapper."""
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> bool:
@@ -280,7 +279,6 @@ class Communication:
         return hook, self.averager.mark() if self.averager is not None else None
 
     def restore(self, mark: Any) -> None:
-        """Undo all changes since `mark`."""
         hook, averager = mark
         if self._stateful is not None:
             self._stateful.restore(hook)
@@ -307,7 +305,6 @@ class Communication:
 
     @property
     def has_state(self) -> bool:
-        """True if there is state to save."""
         return self.averager is not None or self._stateful is not None
 
     def shared_state(self, world_size: int) -> dict[str, Any]:

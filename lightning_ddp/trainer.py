@@ -72,7 +72,6 @@ def _translate(
 
 
 def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int]:
-    """Return the indices of the GPUs to use."""
     malformed = ConfigurationError(
         f"gpus={gpus!r}: expected a number of GPUs, -1 for all, a list of indices, or a string such as"
         ' "4", "0,3" or "-1"'

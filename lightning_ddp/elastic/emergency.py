@@ -47,7 +47,6 @@ class EmergencyObserver(StepObserver):
         after_schedulers(trainer, self._end_batch)
 
     def end_backward(self) -> None:
-        """Keep the main thread from being interrupted in the update that follows."""
         if self.ledger.is_automatic:
             self._context.control.alarm.defer(True)
 

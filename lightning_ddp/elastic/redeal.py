@@ -97,7 +97,6 @@ class DealtSampler(Sampler[Any]):
         return length + self._num_repeated(length)
 
     def _num_repeated(self, length: int) -> int:
-        """Return how many samples a last batch of one gets."""
         return int(self._avoids_one and self.has_changed and length % self._batch_size == 1)
 
     @property
@@ -114,13 +113,11 @@ class DealtSampler(Sampler[Any]):
         return bool(getattr(self.inner, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the sampler inside."""
         if name == "inner":  # before there is one, as where it is unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin a new epoch, whole."""
         self._rest = None
         self._num_used = self.num_batches = 0
         if epoch != self._epoch:  # else a loader with workers may have begun to read it
@@ -313,7 +310,6 @@ class Dealer:
         return float(loader.batch_sampler.weight(number))
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Deal the rest of the epoch over other ranks."""
         self._part = (rank, world_size)
         for loader in self._loaders:
             dealt = loader.batch_sampler if self._keeps_global else loader.batch_sampler.sampler

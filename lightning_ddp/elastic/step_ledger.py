@@ -152,7 +152,6 @@ class StepLedger:
         )
 
     def begin_phase(self) -> None:
-        """Note that a part of the loops without steps begins."""
         self.phase_mark = PhaseMark(self.trainer)
 
     def end_phase(self) -> None:
@@ -185,7 +184,6 @@ class StepLedger:
         self._has_several |= self._num_backwards > 1
 
     def begin_update(self) -> None:
-        """Note that the optimizer is about to change parameters."""
         self.cursor = Cursor.UPDATING
 
     def take_step(self) -> None:
@@ -249,12 +247,10 @@ class StepLedger:
             self.undo()
 
     def begin_copy(self) -> None:
-        """Note that the state is about to be overwritten."""
         if self.cursor is not Cursor.COPYING:  # else from a rank that was lost meanwhile
             self._before_copy, self.cursor = self.cursor, Cursor.COPYING
 
     def end_copy(self, step: int) -> None:
-        """Note that this rank has the state of a step."""
         complete_steps(self.trainer)
         self.step = step
         self._settle_unit(self._before_copy)

@@ -102,7 +102,6 @@ class Journal:
         self._context.store.set(_KEY, f"{len(data)} {self._sign(data)}")
 
     def _read(self) -> list[tuple[str, Any]]:
-        """Wait for the results of rank 0, and return them."""
         store = self._context.store
         while not store.check([_KEY]):
             self._context.control.check_whether_late()

@@ -42,7 +42,6 @@ class RandomStates:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
-        """Put them back."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
