@@ -575,8 +575,15 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
     progress, epoch = loop.batch_progress, outer.epoch_progress.current
     if is_committed:
         finish_step(trainer)
-    else:
-        _rewind_batches(trainer)
+    else:  # batches since the last optimizer step count as not begun
+        over = progress.current.completed % trainer.accumulate_grad_batches
+        for tracker in (progress.total, progress.current):
+            tracker.completed -= over
+            tracker.ready = tracker.started = tracker.processed = tracker.completed
+        progress.is_last_batch = False
+        steps = loop.automatic_optimization.optim_progress.optimizer
+        for tracker in (steps.step.total, steps.step.current, steps.zero_grad.total, steps.zero_grad.current):
+            tracker.ready = tracker.completed
     if epoch.processed == epoch.started:
         return
     if trainer.validating and is_committed:
@@ -590,20 +597,6 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
     else:  # Lightning adds one where it assumes a preceding validation
         num_stepped = loop._batches_that_stepped - int(validates_now(trainer))
     loop._batches_that_stepped = num_stepped
-
-
-def _rewind_batches(trainer: Trainer) -> None:
-    """Count batches since the last optimizer step as not begun."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
-    over = progress.current.completed % trainer.accumulate_grad_batches
-    for tracker in (progress.total, progress.current):
-        tracker.completed -= over
-        tracker.ready = tracker.started = tracker.processed = tracker.completed
-    progress.is_last_batch = False
-    steps = loop.automatic_optimization.optim_progress.optimizer
-    for tracker in (steps.step.total, steps.step.current, steps.zero_grad.total, steps.zero_grad.current):
-        tracker.ready = tracker.completed
 
 
 def before_batches(trainer: Trainer, function: Callable[[], object]) -> None:
