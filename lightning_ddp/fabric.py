@@ -81,7 +81,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         self._set_up: list[tuple[BucketedDDP, Communication, list[torch.optim.Optimizer]]] = []
         self._num_steps_taken = 0
         super().__init__(precision=precision, **options)
-        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]  # has its one method
+        self._backward_sync_control: Any = self  # has the one method of that
 
     # ------------------------------------------------------------------ launch and set-up
 
@@ -146,6 +146,18 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         owners = [c for _, c, owned in self._set_up if any(optimizer is each for each in owned)]
         return self._step(owners, optimizer, partial(super().optimizer_step, optimizer, **kwargs))
 
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Keep gradients of backward passes in this context on their rank until the next backward."""
+        if not enabled:
+            return nullcontext()
+        wrapper = as_wrapper(module)
+        if wrapper is None:
+            raise TypeError(
+                "no_backward_sync needs the model that fabric.setup has returned (wrapped in BucketedDDP),"
+                f" but got a {type(module).__name__}"
+            )
+        return wrapper.no_sync()
+
     # ------------------------------------------------------------------ checkpoints
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
@@ -200,19 +212,3 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
                 " supported. Save each model in its own file."
             )
         return found[0] if found else (None, None)
-
-
-class _BackwardSync:
-    """Implementation of `fabric.no_backward_sync`."""
-
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Keep gradients of backward passes in this context on their rank until the next backward."""
-        if not enabled:
-            return nullcontext()
-        wrapper = as_wrapper(module)
-        if wrapper is None:
-            raise TypeError(
-                "no_backward_sync needs the model that fabric.setup has returned (wrapped in BucketedDDP),"
-                f" but got a {type(module).__name__}"
-            )
-        return wrapper.no_sync()
