@@ -151,16 +151,8 @@ class ReplicaCheck:
         if found is None:
             return StateValues(*series, number, 0, None, (), (), can_be_copied=False, notes=())
         notes = tuple(text for step, text in list(self._events) if before is None or step > before)
-        return StateValues(
-            *series,
-            number,
-            found.step,
-            before,
-            found.names,
-            found.values,
-            can_be_copied=found.is_state,
-            notes=notes,
-        )
+        values = (number, found.step, before, found.names, found.values)
+        return StateValues(*series, *values, can_be_copied=found.is_state, notes=notes)
 
 
 def _listed(names: Sequence[str]) -> str:
