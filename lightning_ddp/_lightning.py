@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=type)
 
-ROOTS = ("pytorch_lightning", "lightning.pytorch")
-"""Namespaces of Lightning."""
+ROOTS = ("pytorch_lightning", "lightning.pytorch")  # namespaces of Lightning
 FABRICS = {"lightning_fabric": ROOTS[0], "lightning.fabric": ROOTS[1]}
 """Namespaces of Fabric, each with the namespace of Lightning that builds on it."""
 
@@ -188,8 +187,7 @@ class _Unbound(ABC):
 
     _root: str | None = None
     """Namespace of a class that `bind` has made, and of its subclasses; None for other classes."""
-    _written: Any
-    """Original class of a class that `bind` has made."""
+    _written: Any  # original class of a class that `bind` has made
     _stands_for: str  # a name in `_BASES`, of a placeholder
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -247,8 +247,7 @@ def root_of_mesh(mesh: Any) -> Any:
 
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module with the qualified names of ignored parameters and buffers."""
-IS_IGNORED = "_ddp_ignored"
-"""Attribute that marks an ignored parameter or buffer."""
+IS_IGNORED = "_ddp_ignored"  # attribute that marks an ignored parameter or buffer
 
 
 def run_eagerly(function: _F) -> _F:
@@ -266,8 +265,7 @@ def run_eagerly(function: _F) -> _F:
 class _SeenByDynamo:
     """Attributes that torch.compile reads from the wrapper in whose forward it compiles."""
 
-    is_told = False
-    """True once this package is excluded from compilation in this process."""
+    is_told = False  # True once this package is excluded from compilation in this process
 
     def __init__(self, bucket_bytes: int) -> None:
         # The compiler assumes a first bucket of 1 MiB, and refuses one that is larger than the others.

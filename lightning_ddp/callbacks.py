@@ -215,8 +215,7 @@ class _Exchange:
     """Exchange of the slacks of all ranks over the control channel, collected on the first rank."""
 
     def __init__(self, world_size: int, *, is_first: bool) -> None:
-        self.hosts: dict[int, str] = {}
-        """Rank -> host name, as far as ranks have said so."""
+        self.hosts: dict[int, str] = {}  # rank -> host name, as far as ranks have said so
         self._world_size = world_size
         self._windows: dict[int, dict[int, list[int | None]]] = {}
         self._lock = threading.Lock()

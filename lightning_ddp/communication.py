@@ -18,8 +18,7 @@ if TYPE_CHECKING:  # a run without hook and averager does not import them, which
     from lightning_ddp.hooks import Hook, HookPlan, StatefulHook
 
 
-STATE_FORMAT = 1
-"""Version of the dictionary that `Communication.shared_state` returns."""
+STATE_FORMAT = 1  # version of the dictionary that `Communication.shared_state` returns
 
 
 class Equal(Enum):
@@ -84,8 +83,7 @@ class Communication:
             from lightning_ddp.averaging import parse_averager
 
             self.averager_plan = parse_averager(averaging)
-        self.hook: Hook | None = None
-        """The registered hook, if it was given by name."""
+        self.hook: Hook | None = None  # the registered hook, if it was given by name
         self._stateful: StatefulHook | None = None
         self.averager: Averager | None = None
         self._model: Any = None

@@ -15,8 +15,7 @@ from datetime import timedelta
 from math import inf
 from typing import Any
 
-_SCREEN_LINES, _SCREEN_COLUMNS = 20, 100
-"""Size of a screen; a longer report repeats the essentials in its last line."""
+_SCREEN_LINES, _SCREEN_COLUMNS = 20, 100  # size of a screen; a longer report ends with the essentials
 
 
 def require(condition: bool, message: str) -> None:

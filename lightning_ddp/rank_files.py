@@ -24,8 +24,7 @@ from lightning_ddp.comm import all_gather_objects, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
-KEY = "lightning_ddp"
-"""Key of the package's state in a checkpoint."""
+KEY = "lightning_ddp"  # key of the package's state in a checkpoint
 _TOKEN_CHARACTERS = 8
 _ERROR_CHARACTERS = 200
 

@@ -55,8 +55,7 @@ class ReplicaCheck:
         limit = settings.mb_per_step
         most_bytes = None if limit is None else max(8, int(limit * 1024 * 1024))
         self._hasher = StateHasher(self._read, settings.cycle_steps, most_bytes)
-        self._present: Sequence[Replica] = []
-        """Models of the present cycle."""
+        self._present: Sequence[Replica] = []  # models of the present cycle
         self._scope: list[Equal] = []
         self._trained: frozenset[str] = frozenset()
         """Names of the parameters that were compared in the last cycle."""

@@ -64,8 +64,7 @@ for _name in ("custom_ddp", "custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_n
         _arguments = {**BUILTIN[_name][1], "find_unused_parameters": _searches}
         BUILTIN[f"{_name}_find_unused_parameters_{_ending}"] = (f"{_name} {_what}", _arguments)
 
-_variants: dict[str, tuple[str, dict[str, Any]]] = {}
-"""The registered variants, as above."""
+_variants: dict[str, tuple[str, dict[str, Any]]] = {}  # the registered variants, as above
 _joined: list[tuple[Any, type]] = []
 """Registries of the imported namespaces, each with the strategy class to register there."""
 

@@ -97,15 +97,11 @@ class Recovery(StepObserver):
         self.ledger = StepLedger(trainer, communication, keeps_marks=True)
         self._members = tuple(range(trainer.world_size))
         """Slots of the generation that was told of last, by rank."""
-        self._num_recoveries = 0
-        """Number of generations after a failure; those that others joined or left do not count."""
-        self._is_meeting = False
-        """True if this rank stands at the boundary where all meet."""
+        self._num_recoveries = 0  # of generations after a failure; not of those that others joined or left
+        self._is_meeting = False  # True if this rank stands at the boundary where all meet
         self._journal, self._is_joining = journal, context.is_joining
-        self._handover: Handover | None = None
-        """State for processes that join: made by members, taken by a process that has joined."""
-        self._joined: NewGeneration | None = None
-        """Generation that this process has joined, until it takes its first step."""
+        self._handover: Handover | None = None  # state that members make for processes that join
+        self._joined: NewGeneration | None = None  # generation that it has joined, until its first step
         share_versions(trainer)
         if journal is not None and importlib.util.find_spec("omegaconf") is not None:
             # as the first checkpoint would, in a third of a second, when another process joins

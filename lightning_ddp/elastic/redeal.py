@@ -56,13 +56,10 @@ class DealtSampler(Sampler[Any]):
         self._fills, self._inner_fills = fills, True
         self._batch_size = batch_size
         self._avoids_one = avoids_one and batch_size > 1
-        self._rest: list[Any] | None = None
-        """This rank's part of the rest of the epoch, once that is dealt anew."""
+        self._rest: list[Any] | None = None  # its part of the rest of the epoch, once that is dealt anew
         self._num_used = self._num_left = self.num_batches = self._epoch = 0
-        self._order: list[Any] | None = None
-        """Order of this epoch, if it is known: it may be drawn only once."""
-        self.has_changed = False
-        """True once it deals to other ranks than at first."""
+        self._order: list[Any] | None = None  # order of this epoch, if it is known: it may be drawn only once
+        self.has_changed = False  # True once it deals to other ranks than at first
 
     def __iter__(self) -> Iterator[Any]:
         if self._rest is not None:

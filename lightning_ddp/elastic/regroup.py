@@ -30,8 +30,7 @@ from lightning_ddp.supervise.orders import NewGeneration
 __all__ = ["end_collectives", "leave", "meet_again", "take_rank"]
 
 _LOOK_EVERY_S = 0.005
-_ABORTED_WITHIN_S = 20.0
-"""Longest time for the communicators of NCCL, and what was queued on the device, to end."""
+_ABORTED_WITHIN_S = 20.0  # longest time for communicators of NCCL and queued work to end
 
 
 def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> None:

@@ -128,16 +128,11 @@ class Handover:
     """
 
     checkpoint: dict[str, Any]
-    shared: dict[str, Any] | None
-    """State of hook and averager."""
-    dealt: list[Any]
-    """Used part of the data, of each loader."""
-    num_batches: int
-    """Number of used batches of this epoch."""
-    metrics: dict[str, Any]
-    """Metrics that callbacks monitor."""
-    saved: list[int | None]
-    """Step of the last checkpoint of each callback; None for callbacks that save none."""
+    shared: dict[str, Any] | None  # state of hook and averager
+    dealt: list[Any]  # used part of the data, of each loader
+    num_batches: int  # number of used batches of this epoch
+    metrics: dict[str, Any]  # metrics that callbacks monitor
+    saved: list[int | None]  # step of the last checkpoint of each callback; None where it saves none
     should_stop: bool
     num_recoveries: int
 

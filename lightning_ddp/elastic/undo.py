@@ -79,8 +79,7 @@ class Mark:
         self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         """Number of used batches of this epoch."""
-        self.random = RandomStates()
-        """States to be put back last, before the step is repeated."""
+        self.random = RandomStates()  # states to be put back last, before the step is repeated
         self._trainer, self._module = trainer, snapshot
         snapshot.retake()
         self._communication, self._hook = communication, communication.mark()
