@@ -124,11 +124,7 @@ def _root_of(owner: object) -> str | None:
 
 
 def lightnings(name: str, root: str | None = None) -> Any:
-    """Return Lightning's object for a name above, from the namespace `root` or that in use.
-
-    Raises:
-        UnsupportedVersionError: this Lightning lacks one of the names.
-    """
+    """Return Lightning's object for a name above, from the namespace `root` or that in use."""
     return _names_of(root or _root_in_use())[name]
 
 

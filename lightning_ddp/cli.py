@@ -73,13 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 0, or 1 for a benchmark or a check that failed.
 
-    SIGTERM ends a benchmark with 143, when it has removed what it had made.
-
-    Args:
-        argv: The arguments after the program's name; `sys.argv[1:]` when left out.
-
-    Raises:
-        SystemExit: With status 2 on a usage error, with status 0 after `--help`.
+    SIGTERM ends a benchmark with 143, when it has removed what it had made; a usage error exits with 2.
     """
     args = build_parser().parse_args(argv)
     # The doctor has nothing to clean up, unless --verify starts a script whose rank it kills; its waits for

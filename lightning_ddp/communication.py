@@ -38,11 +38,7 @@ def _no_scaler() -> None:
 
 
 class Communication:
-    """The communication hook and the averager of one run, from the arguments of a strategy.
-
-    Raises:
-        ConfigurationError: an argument cannot be used, or two of them contradict each other.
-    """
+    """The communication hook and the averager of one run, from the arguments of a strategy, once checked."""
 
     def __init__(
         self,

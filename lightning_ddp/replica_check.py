@@ -39,7 +39,6 @@ class ReplicaCheck:
     """Hashes of this rank's replicas in one run. Made and used in the main thread; does not wait for others.
 
     Args:
-        control: has the control channel.
         replicas: returns the models of this rank, the same list on all ranks.
         facts: returns numbers that have to be equal on all ranks, by name.
     """

@@ -131,19 +131,12 @@ def available_variants() -> dict[str, str]:
 
 
 def variant_arguments(name: str) -> dict[str, Any]:
-    """Return the arguments of `CustomDDPStrategy` for a registered name.
-
-    Raises:
-        KeyError: no such name is registered.
-    """
+    """Return the arguments of `CustomDDPStrategy` for a registered name; a KeyError for another one."""
     return dict(_variants[name][1])
 
 
 def register_builtin_variants() -> None:
-    """Register this package's variants with each namespace of Lightning, now or on its import.
-
-    `import lightning_ddp` calls it.
-    """
+    """Register this package's variants with each namespace of Lightning, now or on its import."""
     for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)
     join_fabric = partial(_join, registry="STRATEGY_REGISTRY", strategy=CustomFabricStrategy)

@@ -62,7 +62,6 @@ class EmergencyCheckpoint:
     """The checkpoint of one fit that a failure ends: of the last step in its ledger.
 
     Args:
-        ledger: ledger of its steps.
         folder: folder to save to; None for `emergency/` beside that of its checkpoints, if it makes any.
         ours: supervision of this process, which calls `save`.
     """
