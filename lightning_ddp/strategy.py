@@ -200,14 +200,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
         )
-        super().__init__(
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,  # type: ignore[arg-type]  # a function in Lightning
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            **options,
-        )
+        super().__init__(precision_plugin=precision_plugin, **options)
         recovery = self._supervision.recovery
         if self._supervision.preemption is not None and recovery is None:
             raise ConfigurationError(
