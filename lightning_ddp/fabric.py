@@ -22,8 +22,6 @@ from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, as_wra
 if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
 
-__all__ = ["CustomFabricStrategy"]
-
 
 class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     """Strategy of `Fabric(strategy="custom_ddp")`: this package's launcher, supervision, reducer and hooks.

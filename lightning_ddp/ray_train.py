@@ -11,8 +11,6 @@ from lightning_ddp._lightning import bind_like
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.strategy import CustomDDPStrategy
 
-__all__ = ["ray_strategy_class"]
-
 
 @functools.cache
 def ray_strategy_class() -> type[CustomDDPStrategy]:

@@ -19,8 +19,6 @@ from lightning_ddp.supervise.settings import ReplicaCheckSettings
 if TYPE_CHECKING:  # the wrapper is imported late
     from lightning_ddp.ddp.module import BucketedDDP
 
-__all__ = ["Replica", "ReplicaCheck"]
-
 _log = logging.getLogger("lightning_ddp")
 
 _MOST_SHOWN = 3

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.supervise.orders import NewGeneration
 
-__all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
-
 T = TypeVar("T")
 _UNUSED = (
     "It looks like your LightningModule has parameters that were not used in the loss of training_step. If"

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
     from lightning_ddp.replica_check import Replica, ReplicaCheck
 
-__all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
-
 T = TypeVar("T")
 _log = logging.getLogger("lightning_ddp")
 FunctionMethod = Literal["spawn", "fork", "forkserver"]

@@ -27,8 +27,6 @@ from lightning_ddp.elastic.undo import models_of_callbacks
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 
-__all__ = ["EmergencyCheckpoint", "EmergencyObserver"]
-
 
 class EmergencyObserver(StepObserver):
     """Observer of a fit whose only provision for a failure is its last checkpoint.

@@ -51,8 +51,6 @@ from lightning_ddp.launch.step_stop import StepStop
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
-__all__ = ["Recovery"]
-
 T = TypeVar("T")
 _log = logging.getLogger("lightning_ddp")
 

@@ -18,8 +18,6 @@ from lightning_ddp._lightning import Trainer, loaders_of
 from lightning_ddp.elastic.undo import RandomStates
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["Dealer", "DealtSampler", "SplitBatches", "set_ranks", "share_of"]
-
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 """They cannot be trained on a single sample."""
 

@@ -13,8 +13,6 @@ from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 if TYPE_CHECKING:  # a run without an averager does not import them
     from lightning_ddp.averaging import AveragerPlan
 
-__all__ = ["check_arguments", "check_backend", "check_next_run", "check_training"]
-
 
 def _refuse(what: str, why: str, instead: str) -> None:
     raise ConfigurationError(

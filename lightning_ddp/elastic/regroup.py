@@ -27,8 +27,6 @@ from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
-__all__ = ["end_collectives", "leave", "meet_again", "take_rank"]
-
 _LOOK_EVERY_S = 0.005
 _ABORTED_WITHIN_S = 20.0  # longest time for communicators of NCCL and queued work to end
 

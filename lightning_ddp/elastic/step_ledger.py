@@ -14,8 +14,6 @@ from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.elastic.undo import Mark, PhaseMark
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 
-__all__ = ["Cursor", "StepLedger"]
-
 
 class Cursor(Enum):
     """Place of a rank in a step."""

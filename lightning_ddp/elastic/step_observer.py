@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:  # the base class is imported by each run, and imports nothing
     from lightning_ddp.elastic.step_ledger import StepLedger
 
-__all__ = ["StepObserver"]
-
 T = TypeVar("T")
 
 

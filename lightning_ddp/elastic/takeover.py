@@ -31,8 +31,6 @@ from lightning_ddp.elastic.redeal import Dealer
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.job_context import JobContext
 
-__all__ = ["Handover", "Journal", "seed_generators", "share_versions"]
-
 _KEY = "lightning_ddp/journal"
 _CHUNK_BYTES = 4 * 1024 * 1024
 """Largest value of a key: torch's store drops a connection that sends it more than 8 MiB."""

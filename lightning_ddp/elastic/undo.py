@@ -20,8 +20,6 @@ from lightning_ddp._lightning import (
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.buffers import ModuleSnapshot, copy_states, put_states
 
-__all__ = ["Mark", "PhaseMark", "RandomStates", "models_of_callbacks", "put_scale"]
-
 
 def put_scale(scaler: Any, state: dict[str, Any]) -> None:
     """Give a GradScaler the state from `state_dict`, as between two steps."""
