@@ -239,12 +239,6 @@ def adopt(strategy: Any, by: object) -> None:
         strategy.__class__ = bind(type(strategy), root)
 
 
-def accept_strategies(module: Any) -> None:
-    """Make a namespace, whose module `strategies` is given, accept this package's strategies."""
-    is_fabrics = module.__name__.partition(".strategies")[0] in FABRICS
-    module.DDPStrategy.register(FabricDDPStrategy if is_fabrics else DDPStrategy)
-
-
 def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
     """Replace the message of a namespace's `accelerator_connector` where it refuses a strategy of ours.
 

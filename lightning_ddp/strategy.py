@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.elastic.takeover import Journal
-    from lightning_ddp.launch.job_context import JobContext
     from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.supervise.orders import NewGeneration
 
@@ -136,7 +135,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         TypeError: An argument is unknown.
     """
 
-    _context: JobContext | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _observer: StepObserver = StepObserver()

@@ -7,7 +7,7 @@ import inspect
 from functools import cache, partial
 from typing import Any
 
-from lightning_ddp._lightning import FABRICS, ROOTS, accept_strategies, explain_refusals
+from lightning_ddp._lightning import FABRICS, ROOTS, explain_refusals
 from lightning_ddp.errors import ConfigurationError, unknown_argument
 from lightning_ddp.fabric import CustomFabricStrategy
 from lightning_ddp.import_hook import after_import
@@ -119,7 +119,7 @@ def _arguments_of(strategy: type) -> list[str]:
 
 def _join(module: Any, registry: str, strategy: type) -> None:
     """Register all variants with a newly imported namespace; `module` is its `strategies`."""
-    accept_strategies(module)
+    module.DDPStrategy.register(strategy)  # which derives from a placeholder
     for name in _variants:
         _add(name, getattr(module, registry), strategy)
     _joined.append((getattr(module, registry), strategy))
