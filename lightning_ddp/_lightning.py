@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=type)
 
-ROOTS = ("pytorch_lightning", "lightning.pytorch")
-"""Namespaces of Lightning."""
+ROOTS = ("pytorch_lightning", "lightning.pytorch")  # namespaces of Lightning
 FABRICS = {"lightning_fabric": ROOTS[0], "lightning.fabric": ROOTS[1]}
 """Namespaces of Fabric, each with the namespace of Lightning that builds on it."""
 
@@ -105,7 +104,6 @@ def read_rank_again(rank: int, local_rank: int) -> None:
 
 
 def loaded_roots() -> list[str]:
-    """Return the namespaces that this process has imported."""
     return [root for root in ROOTS if hasattr(sys.modules.get(root), "Trainer")]
 
 
@@ -126,11 +124,7 @@ def _root_of(owner: object) -> str | None:
 
 
 def lightnings(name: str, root: str | None = None) -> Any:
-    """Return Lightning's object for a name above, from the namespace `root` or that in use.
-
-    Raises:
-        UnsupportedVersionError: this Lightning lacks one of the names.
-    """
+    """Return Lightning's object for a name above, from the namespace `root` or that in use."""
     return _names_of(root or _root_in_use())[name]
 
 
@@ -145,7 +139,6 @@ def _names_of(root: str) -> dict[str, Any]:
 
 
 def _import(module: str, name: str) -> Any:
-    """Import an object from one of Lightning's modules."""
     try:
         return getattr(importlib.import_module(module), name)
     except (AttributeError, ImportError) as error:
@@ -167,7 +160,6 @@ def _unsupported(where: str, name: str, root: str | None = None) -> UnsupportedV
 
 
 def _get(owner: Any, name: str) -> Any:
-    """Return a private attribute of an object of Lightning."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -191,8 +183,7 @@ class _Unbound(ABC):
 
     _root: str | None = None
     """Namespace of a class that `bind` has made, and of its subclasses; None for other classes."""
-    _written: Any
-    """Original class of a class that `bind` has made."""
+    _written: Any  # original class of a class that `bind` has made
     _stands_for: str  # a name in `_BASES`, of a placeholder
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -248,12 +239,6 @@ def adopt(strategy: Any, by: object) -> None:
         strategy.__class__ = bind(type(strategy), root)
 
 
-def accept_strategies(module: Any) -> None:
-    """Make a namespace, whose module `strategies` is given, accept this package's strategies."""
-    is_fabrics = module.__name__.partition(".strategies")[0] in FABRICS
-    module.DDPStrategy.register(FabricDDPStrategy if is_fabrics else DDPStrategy)
-
-
 def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
     """Replace the message of a namespace's `accelerator_connector` where it refuses a strategy of ours.
 
@@ -306,6 +291,17 @@ def _function(name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: lightnings(name, _root_of(next(iter(args), None)))(*args, **kwargs)
 
 
+def _reader(path: str) -> Callable[[Any], Any]:
+    """Make a function that returns an attribute of an object, or of a part of it."""
+    return lambda owner: functools.reduce(_get, path.split("."), owner)
+
+
+def _writer(path: str) -> Callable[[Any, Any], None]:
+    """Make a function that sets such an attribute."""
+    *parts, name = path.split(".")
+    return lambda owner, value: _set(functools.reduce(_get, parts, owner), name, value)
+
+
 check_bad_cuda_fork = _function("check_bad_cuda_fork")
 """Refuse to fork a process that has used CUDA."""
 check_missing_main_guard = _function("check_missing_main_guard")
@@ -322,7 +318,6 @@ def capture_globals() -> Any:
 
 
 def num_cuda_devices() -> int:
-    """Return the number of GPUs that Lightning finds."""
     return int(lightnings("CUDAAccelerator").auto_device_count())
 
 
@@ -371,9 +366,24 @@ def end_silently(trainer: Trainer) -> None:
     teardown_trainer(trainer)
 
 
-def set_training_results(trainer: Trainer, results: ResultCollection) -> None:
-    """Make `trainer` collect logged training values in `results`: `_results` of its loop."""
-    _set(trainer.fit_loop.epoch_loop, "_results", results)
+set_training_results = _writer("fit_loop.epoch_loop._results")
+"""Set the object in which a Trainer collects values that are logged in training."""
+training_results = _reader("fit_loop.epoch_loop._results")
+"""Return the dict of values logged in this training epoch of a Trainer."""
+callback_metrics = _reader("_logger_connector._callback_metrics")
+"""Return the dict behind `Trainer.callback_metrics`."""
+batches_that_stepped = _reader("fit_loop.epoch_loop._batches_that_stepped")
+"""Return a Trainer's step for logging, which counts several optimizers as one."""
+set_batches_that_stepped = _writer("fit_loop.epoch_loop._batches_that_stepped")
+set_saved_last = _writer("_last_global_step_saved")
+"""Set the step that `saved_last` returns."""
+running_hook = _reader("_current_fx_name")
+"""Return the hook or step of a module that Lightning runs at present, or None."""
+set_launcher = _writer("_launcher")
+set_redirection = _writer("_forward_redirection")
+"""Set the object that redirects a module's steps through the wrapper of a strategy."""
+layer_sync = _reader("_layer_sync")
+"""Return the plugin of `Trainer(sync_batchnorm=True)` from a strategy, else None."""
 
 
 def wrap_steps(trainer: Trainer, steps: Any) -> None:
@@ -413,11 +423,6 @@ def validates_now(trainer: Trainer) -> bool:
     """Return True if a validation follows the present batch: `_should_check_val_fx` of the loop."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
     return bool(_get(trainer.fit_loop.epoch_loop, "_should_check_val_fx")(fetcher))
-
-
-def training_results(trainer: Trainer) -> Any:
-    """Return the dict of values logged in this training epoch."""
-    return _get(trainer.fit_loop.epoch_loop, "_results")
 
 
 def loop_counters(trainer: Trainer) -> list[Any]:
@@ -467,11 +472,6 @@ def saved_last(callback: Any) -> int | None:
     return getattr(callback, "_last_global_step_saved", None)
 
 
-def set_saved_last(callback: Any, step: int) -> None:
-    """Set `_last_global_step_saved` of a `ModelCheckpoint`."""
-    _set(callback, "_last_global_step_saved", step)
-
-
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     """Drop prefetched batches; continue after `num_fetched` with the samplers' present order."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
@@ -480,11 +480,6 @@ def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
     fetcher.fetched = num_fetched
     fetcher.length = trainer.fit_loop.max_batches
     fetcher.done = fetcher.fetched >= fetcher.length
-
-
-def callback_metrics(trainer: Trainer) -> Any:
-    """Return the dict behind `Trainer.callback_metrics`."""
-    return _get(_get(trainer, "_logger_connector"), "_callback_metrics")
 
 
 def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -568,8 +563,15 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
     progress, epoch = loop.batch_progress, outer.epoch_progress.current
     if is_committed:
         finish_step(trainer)
-    else:
-        _rewind_batches(trainer)
+    else:  # batches since the last optimizer step count as not begun
+        over = progress.current.completed % trainer.accumulate_grad_batches
+        for tracker in (progress.total, progress.current):
+            tracker.completed -= over
+            tracker.ready = tracker.started = tracker.processed = tracker.completed
+        progress.is_last_batch = False
+        steps = loop.automatic_optimization.optim_progress.optimizer
+        for tracker in (steps.step.total, steps.step.current, steps.zero_grad.total, steps.zero_grad.current):
+            tracker.ready = tracker.completed
     if epoch.processed == epoch.started:
         return
     if trainer.validating and is_committed:
@@ -585,22 +587,7 @@ def settle_counters(trainer: Trainer, *, is_committed: bool, num_stepped: int) -
     loop._batches_that_stepped = num_stepped
 
 
-def _rewind_batches(trainer: Trainer) -> None:
-    """Count batches since the last optimizer step as not begun."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
-    over = progress.current.completed % trainer.accumulate_grad_batches
-    for tracker in (progress.total, progress.current):
-        tracker.completed -= over
-        tracker.ready = tracker.started = tracker.processed = tracker.completed
-    progress.is_last_batch = False
-    steps = loop.automatic_optimization.optim_progress.optimizer
-    for tracker in (steps.step.total, steps.step.current, steps.zero_grad.total, steps.zero_grad.current):
-        tracker.ready = tracker.completed
-
-
 def before_batches(trainer: Trainer, function: Callable[[], object]) -> None:
-    """Call a function before each training batch is fetched."""
 
     def call_and_advance(advance: Any, data_fetcher: Any) -> None:
         function()
@@ -633,7 +620,6 @@ def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def loader_states(trainer: Trainer) -> list[Any]:
-    """Return the states of training dataloaders, for a checkpoint."""
     return list(_get(trainer.fit_loop, "_combined_loader")._state_dicts())
 
 
@@ -643,16 +629,6 @@ def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[s
     if states:
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
     return checkpoint
-
-
-def batches_that_stepped(trainer: Trainer) -> int:
-    """Return the step for logging, which counts several optimizers as one."""
-    return int(_get(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
-
-
-def set_batches_that_stepped(trainer: Trainer, number: int) -> None:
-    """Set the step for logging: `_batches_that_stepped`."""
-    _set(trainer.fit_loop.epoch_loop, "_batches_that_stepped", number)
 
 
 def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
@@ -708,34 +684,13 @@ def append_to_csv(logger: Any) -> None:
             writer.metrics_keys = next(csv.reader(file), [])
 
 
-def running_hook(module: LightningModule) -> str | None:
-    """Return the hook or step of a module that Lightning runs at present: `_current_fx_name`."""
-    name: str | None = _get(module, "_current_fx_name")
-    return name
-
-
 # ---------------------------------------------------------------------- the strategy and its launcher
-
-
-def set_launcher(strategy: Any, launcher: Any) -> None:
-    """Set the value of `Strategy.launcher`: `_launcher`."""
-    _set(strategy, "_launcher", launcher)
 
 
 def pass_for_fabrics(launcher: Any) -> None:
     """Register a launcher as Fabric's `_MultiProcessingLauncher` or `_SubprocessScriptLauncher`."""
     kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
     lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
-
-
-def set_redirection(strategy: DDPStrategy, redirection: ForwardRedirection) -> None:
-    """Set the object that redirects a module's steps through its wrapper: `_forward_redirection`."""
-    _set(strategy, "_forward_redirection", redirection)
-
-
-def layer_sync(strategy: DDPStrategy) -> Any:
-    """Return the plugin of `Trainer(sync_batchnorm=True)`, else None: `_layer_sync`."""
-    return _get(strategy, "_layer_sync")
 
 
 def choose_backend(strategy: Any) -> str:

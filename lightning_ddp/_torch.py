@@ -126,12 +126,10 @@ def keep_sockets_in(folder: str) -> None:
 
 
 def name_of_group(process_group: Any) -> str:
-    """Return torch's name of a group that it knows."""
     return str(dist.distributed_c10d._world.pg_names[process_group])
 
 
 def default_store() -> Any:
-    """Return the store of the default process group: `_get_default_store`."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -178,7 +176,6 @@ def timeout_of(backend: Any) -> timedelta | None:
 
 
 def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of a backend's collectives."""
     in_public = getattr(backend, "set_timeout", None)  # absent in older versions of torch
     (in_public or backend._set_default_timeout)(timeout)
 
@@ -250,8 +247,7 @@ def root_of_mesh(mesh: Any) -> Any:
 
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module with the qualified names of ignored parameters and buffers."""
-IS_IGNORED = "_ddp_ignored"
-"""Attribute that marks an ignored parameter or buffer."""
+IS_IGNORED = "_ddp_ignored"  # attribute that marks an ignored parameter or buffer
 
 
 def run_eagerly(function: _F) -> _F:
@@ -269,8 +265,7 @@ def run_eagerly(function: _F) -> _F:
 class _SeenByDynamo:
     """Attributes that torch.compile reads from the wrapper in whose forward it compiles."""
 
-    is_told = False
-    """True once this package is excluded from compilation in this process."""
+    is_told = False  # True once this package is excluded from compilation in this process
 
     def __init__(self, bucket_bytes: int) -> None:
         # The compiler assumes a first bucket of 1 MiB, and refuses one that is larger than the others.

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_ddp._lightning import Callback, LightningModule, Trainer, batches_that_stepped
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.elastic import WorldChange
-from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.errors import ConfigurationError, cause_of
 from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.telemetry.step_record import StepRecord, StepRecorder
 from lightning_ddp.telemetry.timeline import (
@@ -93,7 +93,6 @@ class CommunicationMonitor(Callback):
         self._first_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording."""
         model = trainer.strategy.model
         if not isinstance(model, BucketedDDP):
             raise ConfigurationError(
@@ -111,7 +110,6 @@ class CommunicationMonitor(Callback):
         self._exchange = _Exchange(trainer.world_size, is_first=trainer.is_global_zero)
 
     def on_world_changed(self, trainer: Trainer, pl_module: LightningModule, change: WorldChange) -> None:
-        """Continue recording with the current ranks."""
         if self.recorder is None or self._exchange is None:
             return
         step = change.step - self._first_step
@@ -119,6 +117,7 @@ class CommunicationMonitor(Callback):
         self.recorder.take()
         self._exchange.close()
         self._begin_exchange(trainer)  # without the partial interval, which ranks may have counted otherwise
+        cause = "" if change.cause is None else cause_of(change.cause).strip().partition("\n")[0]
         self._changes.append(
             Change(
                 step=step,
@@ -127,7 +126,7 @@ class CommunicationMonitor(Callback):
                 lost_ranks=list(change.lost_ranks),
                 joined_ranks=list(change.joined_ranks),
                 seconds=change.seconds,
-                cause=_in_a_line(change.cause),
+                cause=cause,
             )
         )
 
@@ -160,11 +159,9 @@ class CommunicationMonitor(Callback):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop recording."""
         self.on_fit_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop recording."""
         if self._wrapped is not None:
             self._wrapped.stop_recording()
             self._wrapped = None
@@ -207,13 +204,6 @@ def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
     return metrics
 
 
-def _in_a_line(cause: PeerFailure | None) -> str:
-    if cause is None:
-        return ""
-    line = cause.message.strip().partition("\n")[0]
-    return f"{cause.exception_type}: {line}" if cause.exception_type else line
-
-
 def _straggler_metrics(known: Lateness) -> dict[str, float]:
     late_ms = {rank: late_us / 1e3 for rank, late_us in median_late(known).items()}
     if len(late_ms) > _MOST_LOGGED_RANKS:
@@ -225,8 +215,7 @@ class _Exchange:
     """Exchange of the slacks of all ranks over the control channel, collected on the first rank."""
 
     def __init__(self, world_size: int, *, is_first: bool) -> None:
-        self.hosts: dict[int, str] = {}
-        """Rank -> host name, as far as ranks have said so."""
+        self.hosts: dict[int, str] = {}  # rank -> host name, as far as ranks have said so
         self._world_size = world_size
         self._windows: dict[int, dict[int, list[int | None]]] = {}
         self._lock = threading.Lock()
@@ -235,7 +224,6 @@ class _Exchange:
             self._inspector.listen(_TOPIC, self._hear)
 
     def tell(self, records: Sequence[StepRecord]) -> None:
-        """Send the slacks of an interval."""
         if self._world_size > 1:
             slacks = [None if (ns := record.slack_ns) is None else ns // _NS_PER_US for record in records]
             value = {"first": records[0].step, "us": slacks, "host": socket.gethostname()[:80]}
@@ -257,5 +245,4 @@ class _Exchange:
             return [lateness(self._windows.pop(first)) for first in whole]
 
     def close(self) -> None:
-        """Stop receiving."""
         self._inspector.listen(_TOPIC, None)

@@ -40,7 +40,6 @@ class Catalogue(Generic[K]):
         return kind
 
     def names(self) -> list[str]:
-        """Return all names, sorted."""
         return sorted(self._kinds)
 
     def descriptions(self) -> dict[str, str]:
@@ -52,11 +51,7 @@ class Catalogue(Generic[K]):
         return {name: self._kinds[name].Options for name in self.names()}
 
     def parse(self, entry: Any) -> tuple[str, Any]:
-        """Find the class that a configuration entry (a string or mapping) names; return name and options.
-
-        Raises:
-            ConfigurationError: the name or an option does not exist, or a value cannot be used.
-        """
+        """Return name and options of the class that a configuration entry (a string or mapping) names."""
         given = {"name": entry} if isinstance(entry, str) else entry
         if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
             raise ConfigurationError(

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.commands import Leave, Run
@@ -26,16 +26,6 @@ from lightning_ddp.tools.command_line import format_table
 from lightning_ddp.tools.recorded_run import Report, Timeline
 
 
-class Command(Protocol):
-    """Interface of a module that is a command."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's options on its own parser."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run the command; return the exit status."""
-
-
 class Variants:
     """List the registered strategy names, their arguments and what each one does."""
 
@@ -43,22 +33,17 @@ class Variants:
         """Declare nothing: the command has no options."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print one row per registered variant."""
         from lightning_ddp.variants import available_variants, variant_arguments
 
-        rows = [
-            (
-                name,
-                " ".join(f"{key}={value!r}" for key, value in variant_arguments(name).items()),
-                description,
-            )
-            for name, description in sorted(available_variants().items())
-        ]
+        rows = []
+        for name, description in available_variants().items():
+            arguments = " ".join(f"{key}={value!r}" for key, value in variant_arguments(name).items())
+            rows.append((name, arguments, description))
         print(format_table(("name", "arguments", "description"), rows))
         return 0
 
 
-_COMMANDS: Mapping[str, Command] = {
+_COMMANDS: Mapping[str, Any] = {
     "run": Run(),
     "leave": Leave(),
     "variants": Variants(),
@@ -70,11 +55,7 @@ _BENCHMARKS = (STEP, LAUNCH, FAILURES, RECOVERY, HOOKS, SCALING)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of every command and sub-command.
-
-    Returns:
-        A parser whose namespace has `run`, the chosen command's function.
-    """
+    """Build the parser of all commands; its namespace has `run`, the function of the chosen one."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_ddp", description="Run programs; inspect and measure lightning_ddp."
     )
@@ -90,17 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command; return its exit status: 0, or 1 for a benchmark or a check that failed.
 
-    Args:
-        argv: The arguments after the program's name; `sys.argv[1:]` when left out.
-
-    Returns:
-        The exit status: 0 for success, 1 for a benchmark or a check that failed.
-        (SIGTERM ends a benchmark with 143 when it has removed what it had made.)
-
-    Raises:
-        SystemExit: With status 2 on a usage error, with status 0 after `--help`.
+    SIGTERM ends a benchmark with 143, when it has removed what it had made; a usage error exits with 2.
     """
     args = build_parser().parse_args(argv)
     # The doctor has nothing to clean up, unless --verify starts a script whose rank it kills; its waits for
@@ -108,9 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_program = args.command == "run"
     leaves_nothing = is_program or (args.command == "doctor" and not args.verify)
     expected = () if is_program else (ToolError, ConfigurationError)
-    scope = contextlib.nullcontext() if leaves_nothing else unwinds_at_sigterm()
     try:
-        with scope:
+        with contextlib.nullcontext() if leaves_nothing else unwinds_at_sigterm():
             status: int = args.run(args)
     except expected as error:
         print(f"error: {error}", file=sys.stderr)
@@ -119,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_command(
-    parsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: Command, summary: str
+    parsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, command: Any, summary: str
 ) -> None:
     parser = parsers.add_parser(name, help=summary, description=summary)
     command.add_arguments(parser)

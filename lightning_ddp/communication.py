@@ -18,8 +18,7 @@ if TYPE_CHECKING:  # a run without hook and averager does not import them, which
     from lightning_ddp.hooks import Hook, HookPlan, StatefulHook
 
 
-STATE_FORMAT = 1
-"""Version of the dictionary that `Communication.shared_state` returns."""
+STATE_FORMAT = 1  # version of the dictionary that `Communication.shared_state` returns
 
 
 class Equal(Enum):
@@ -39,11 +38,7 @@ def _no_scaler() -> None:
 
 
 class Communication:
-    """The communication hook and the averager of one run, from the arguments of a strategy.
-
-    Raises:
-        ConfigurationError: an argument cannot be used, or two of them contradict each other.
-    """
+    """The communication hook and the averager of one run, from the arguments of a strategy, once checked."""
 
     def __init__(
         self,
@@ -84,8 +79,7 @@ class Communication:
             from lightning_ddp.averaging import parse_averager
 
             self.averager_plan = parse_averager(averaging)
-        self.hook: Hook | None = None
-        """The registered hook, if it was given by name."""
+        self.hook: Hook | None = None  # the registered hook, if it was given by name
         self._stateful: StatefulHook | None = None
         self.averager: Averager | None = None
         self._model: Any = None
@@ -124,9 +118,7 @@ class Communication:
         Collective: all ranks must call it.
 
         Args:
-            model: the wrapper.
-            group: its ranks.
-            device: device of the gradients.
+            model: the wrapper, of the ranks of `group`, with gradients on `device`.
             node_size: number of ranks on a node.
             loss_scale: returns the present loss scale of mixed precision; called in jobs of the hook.
             scaler: returns the loss scaler, or None.
@@ -146,13 +138,34 @@ class Communication:
             self._stateful = hook if isinstance(hook, StatefulHook) else None
         if hook is not None and self._wrapper is not None:
             hook = self._wrapper(hook)
-        _check_agreement(hook, self._hook_plan, self.averager_plan, group, device)
+        self._check_agreement(hook, group, device)
         if self._averages_in_nodes:
             from lightning_ddp.averaging.local_sgd import NodeGradients
 
             hook = NodeGradients(hook, group, node_size, device, lambda: not self.is_local)
         if hook is not None:
             model.register_comm_hook(self._hook_state, hook)
+
+    def _check_agreement(self, hook: Callable[..., Any] | None, group: Group, device: torch.device) -> None:
+        """Check that all ranks reduce and average in the same way; all ranks must call it."""
+        plan, averaging = self._hook_plan, str(self.averager_plan)
+        name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
+        mine = (name, str(plan) if plan is not None else describe_hook(hook), averaging)
+        everyone = all_gather_objects(group, mine, device)
+        first_name, first_hook, first_averaging = everyone[0]
+        for rank, (other_name, other, other_averaging) in enumerate(everyone):
+            if other != first_hook:
+                raise ConfigurationError(
+                    "the ranks have different communication hooks, so their collectives would not match from"
+                    f" bucket 0 on: {other_name!r} on rank {rank}, {first_name!r} on rank 0. Rank {rank} has"
+                    f" {other}, rank 0 has {first_hook}. Use the same hook on all ranks."
+                )
+            if other_averaging != first_averaging:
+                raise ConfigurationError(
+                    "the ranks have different model averaging, so they would average at different times:"
+                    f" rank {rank} has {other_averaging}, rank 0 has {first_averaging}. Use the same averager"
+                    " on all ranks."
+                )
 
     def start(
         self,
@@ -167,7 +180,7 @@ class Communication:
         Collective: all ranks must call it.
         """
         factor = float(getattr(self.hook.options, "momentum", 0.0)) if self.hook is not None else 0.0
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [each for optimizer in optimizers for each in optimizer.param_groups]
         if factor and any(g.get("momentum", 0) or g.get("betas", (0,))[0] for g in groups):
             raise ConfigurationError(
                 f"momentum={factor} of the communication hook and momentum of the optimizer (for Adam, the"
@@ -181,23 +194,16 @@ class Communication:
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
-        """Count a step of an optimizer and average if it is due.
-
-        Collective: all ranks must call it.
-        """
+        """Count a step of an optimizer and average if it is due; all ranks must call it."""
         if self.averager is not None:
             self.averager.step(optimizer, was_skipped=was_skipped)
             self._follow()
 
     def _follow(self) -> None:
-        """Pass the averager's phase on to the wrapper."""
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> bool:
-        """Make the parameters the same on all ranks; return True if they may have differed.
-
-        Collective: all ranks must call it.
-        """
+        """Make the parameters of all ranks, which must call it, the same; return True if that was needed."""
         return self.averager is not None and self.averager.agree()
 
     # ------------------------------------------------------------------ other ranks
@@ -210,10 +216,7 @@ class Communication:
             self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
-        """Continue with the ranks of `group`, after `halt`.
-
-        Collective: all ranks must call it.
-        """
+        """Continue with the ranks of `group`, after `halt`; all ranks must call it."""
         if self.hook is not None and self._hook_plan is not None:
             from lightning_ddp.hooks import build_hook
 
@@ -270,7 +273,6 @@ class Communication:
         return hook, self.averager.mark() if self.averager is not None else None
 
     def restore(self, mark: Any) -> None:
-        """Undo all changes since `mark`."""
         hook, averager = mark
         if self._stateful is not None:
             self._stateful.restore(hook)
@@ -279,17 +281,14 @@ class Communication:
             self._follow()
 
     def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
-        """Copy shared state to the ranks that are one step behind.
-
-        Collective: all ranks must call it.
-        """
+        """Copy shared state to the ranks that are one step behind; all ranks must call it."""
+        is_source = group.rank == source
         if self._stateful is not None:
-            mine = _pick(self._stateful, shared=True) if group.rank == source else None
+            mine = _pick(self._stateful, shared=True) if is_source else None
             shared = broadcast_nested(group, mine, source, device, label="state of a hook")
             if is_behind:
                 self._stateful.finish(shared)
         if self.averager is not None:
-            is_source = group.rank == source
             mine = self.averager.for_others() if is_source else None
             shared = broadcast_nested(group, mine, source, device, label="state of an averager")
             if is_behind:
@@ -300,7 +299,6 @@ class Communication:
 
     @property
     def has_state(self) -> bool:
-        """True if there is state to save."""
         return self.averager is not None or self._stateful is not None
 
     def shared_state(self, world_size: int) -> dict[str, Any]:
@@ -338,19 +336,19 @@ class Communication:
                 f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}, but this release reads"
                 f" {STATE_FORMAT}"
             )
-        notes = []
+        own = own or {}
+        notes: list[str] = []
         if "hook" in shared and self._stateful is not None:
-            notes += self._stateful.load_state_dict(_merge(shared["hook"], (own or {}).get("hook")), names)
+            state = _merge(shared["hook"], own.get("hook", {}))
+            notes += self._stateful.load_state_dict(state, names)
         elif "hook" in shared:
-            notes.append(
-                f"state of hook {shared['hook']['name']!r} was dropped, because the run does not use this"
-                " hook"
-            )
+            name = shared["hook"]["name"]
+            notes.append(f"state of hook {name!r} was dropped, because the run does not use this hook")
         if "averager" in shared and self.averager is not None:
             notes += self.averager.load_state_dict(shared["averager"])
-            for track, saved in zip(self.averager.tracks, (own or {}).get("optimizers", []), strict=False):
+            for track, saved in zip(self.averager.tracks, own.get("optimizers", []), strict=False):
                 track.optimizer.load_state_dict(saved)
-            if own is not None and "scaler" in own and self._scaler() is not None:
+            if "scaler" in own and self._scaler() is not None:
                 self._scaler().load_state_dict(own["scaler"])
             self._follow()
         elif "averager" in shared:
@@ -361,49 +359,18 @@ class Communication:
         return notes
 
 
-def _check_agreement(
-    hook: Callable[..., Any] | None,
-    plan: HookPlan | None,
-    averaging: AveragerPlan | None,
-    group: Group,
-    device: torch.device,
-) -> None:
-    """Check that all ranks reduce and average in the same way.
-
-    Collective: all ranks must call it.
-    """
-    name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
-    mine = (name, str(plan) if plan is not None else describe_hook(hook), str(averaging))
-    everyone = all_gather_objects(group, mine, device)
-    first_name, first_hook, first_averaging = everyone[0]
-    for rank, (other_name, other, other_averaging) in enumerate(everyone):
-        if other != first_hook:
-            raise ConfigurationError(
-                "the ranks have different communication hooks, so their collectives would not match from"
-                f" bucket 0 on: {other_name!r} on rank {rank}, {first_name!r} on rank 0. Rank {rank} has"
-                f" {other}, rank 0 has {first_hook}. Use the same hook on all ranks."
-            )
-        if other_averaging != first_averaging:
-            raise ConfigurationError(
-                "the ranks have different model averaging, so they would average at different times: rank"
-                f" {rank} has {other_averaging}, rank 0 has {first_averaging}. Use the same averager on all"
-                " ranks."
-            )
-
-
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
     """Return a hook's state with the tensors that all ranks share, or with the others."""
     state = hook.state_dict()
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name, values in state["tensors"].items():
-        chosen = {key: value for key, value in values.items() if (key in hook.shared_keys) == shared}
-        if chosen:
-            tensors[name] = chosen
-    return {**state, "tensors": tensors}
+    chosen = {
+        name: {key: value for key, value in values.items() if (key in hook.shared_keys) == shared}
+        for name, values in state["tensors"].items()
+    }
+    return {**state, "tensors": {name: values for name, values in chosen.items() if values}}
 
 
-def _merge(shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     tensors = {name: dict(values) for name, values in shared["tensors"].items()}
-    for name, values in (own or {"tensors": {}})["tensors"].items():
+    for name, values in own.get("tensors", {}).items():
         tensors.setdefault(name, {}).update(values)
     return {**shared, "tensors": tensors}

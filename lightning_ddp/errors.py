@@ -8,15 +8,14 @@ that existing `except` clauses keep working.
 from __future__ import annotations
 
 import difflib
-import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from math import inf
 from typing import Any
 
-_SCREEN_LINES, _SCREEN_COLUMNS = 20, 100
-"""Size of a screen; a longer report repeats the essentials in its last line."""
+_SCREEN_LINES, _SCREEN_COLUMNS = 20, 100  # size of a screen; a longer report ends with the essentials
 
 
 def require(condition: bool, message: str) -> None:
@@ -146,6 +145,7 @@ class CommHookError(LightningDDPError, RuntimeError):
     """A communication hook raised an error, or returned something other than a reduced bucket."""
 
 
+@dataclass(eq=False, repr=False)
 class MissingGradientError(LightningDDPError, RuntimeError):
     """Parameters received no gradient in a synchronized backward pass.
 
@@ -158,22 +158,16 @@ class MissingGradientError(LightningDDPError, RuntimeError):
             if False, the group cannot be used any further.
     """
 
-    def __init__(
-        self,
-        missing: Mapping[int, Sequence[str]],
-        *,
-        rank: int,
-        world_size: int,
-        step: int,
-        can_continue: bool = False,
-        hint: str = "",
-    ) -> None:
-        self.can_continue = can_continue
-        self.hint = hint
-        self.rank = rank
-        self.world_size = world_size
-        self.missing = {r: tuple(names) for r, names in sorted(missing.items())}
-        self.step = step
+    missing: Mapping[int, Sequence[str]]
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    step: int
+    can_continue: bool = False
+    hint: str = ""
+
+    def __post_init__(self) -> None:
+        self.missing = {rank: tuple(names) for rank, names in sorted(self.missing.items())}
         super().__init__(self._describe())
 
     def add_hint(self, hint: str) -> None:
@@ -181,17 +175,12 @@ class MissingGradientError(LightningDDPError, RuntimeError):
         self.hint = f"{self.hint}\n{hint}" if self.hint else hint
         self.args = (self._describe(),)
 
-    def _keywords(self) -> dict[str, Any]:
-        names = ("missing", "rank", "world_size", "step", "can_continue", "hint")
-        return {name: getattr(self, name) for name in names}
-
     def copy(self) -> MissingGradientError:
         """Return a copy without the traceback, which would keep the frames that raised it alive."""
-        rebuild, arguments = self.__reduce__()
-        return rebuild(*arguments)  # type: ignore[no-any-return]
+        return type(self)(**_values(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self._keywords())
+        return _rebuild, (type(self), _values(self))
 
     def _describe(self) -> str:
         lines = [f"rank {self.rank}: backward {self.step} ended, but these parameters got no gradient:"]
@@ -210,6 +199,10 @@ class MissingGradientError(LightningDDPError, RuntimeError):
 def _rebuild(kind: type[LightningDDPError], keywords: dict[str, Any], *message: str) -> LightningDDPError:
     """Unpickle an error with keyword-only arguments, and possibly a message composed by its raiser."""
     return kind(*message, **keywords)
+
+
+def _values(error: Any) -> dict[str, Any]:
+    return {field.name: getattr(error, field.name) for field in fields(error)}
 
 
 def fits_a_screen(text: str) -> bool:
@@ -233,8 +226,7 @@ def with_ending(text: str, failure: Any) -> str:
     name = f"rank {failure.rank}" if failure.rank >= 0 else "the launching process"
     where = f" at step {failure.step}" if failure.step is not None else ""
     where += f" in {failure.phase}" if failure.phase else ""
-    lines = [line.strip()[:200] for line in failure.message.strip().splitlines()] or [""]
-    what = lines[0]
+    what = failure.message.strip().partition("\n")[0].strip()[:200]
     if failure.exception_type:
         what = f"{failure.exception_type}: {what}"
     elif failure.traceback:  # a stack, or the end of a log
@@ -242,6 +234,7 @@ def with_ending(text: str, failure: Any) -> str:
     return f"{text.rstrip()}\nIn short: {name} failed first{where}: {what}\n"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PeerFailure(LightningDDPError, RuntimeError):
     """Another rank failed, and this rank was stopped because of it.
 
@@ -261,41 +254,27 @@ class PeerFailure(LightningDDPError, RuntimeError):
             None in a launching process that is not a rank.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        message: str,
-        node_rank: int | None = None,
-        host: str | None = None,
-        pid: int | None = None,
-        step: int | None = None,
-        phase: str | None = None,
-        exception_type: str | None = None,
-        exception_class: str | None = None,
-        traceback: str | None = None,
-        exit_code: int | None = None,
-        is_own: bool | None = False,
-    ) -> None:
-        self.rank = rank
-        self.is_own = is_own
-        self.message = message
-        self.node_rank = node_rank
-        self.host = host
-        self.pid = pid
-        self.step = step
-        self.phase = phase
-        self.exception_type = exception_type
-        self.exception_class = exception_class
-        self.traceback = traceback
-        self.exit_code = exit_code
+    rank: int
+    message: str
+    node_rank: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    exception_type: str | None = None
+    exception_class: str | None = None
+    traceback: str | None = None
+    exit_code: int | None = None
+    is_own: bool | None = False
+
+    def __post_init__(self) -> None:
         super().__init__(self._describe())
 
     def __str__(self) -> str:  # some classes that `like` mixes in have another one
         return self._describe()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (PeerFailure, {name: getattr(self, name) for name in _FIELDS})
+        return _rebuild, (PeerFailure, _values(self))
 
     def like(self) -> PeerFailure:
         """Return this failure as an instance of the original exception's class, too.
@@ -315,8 +294,8 @@ class PeerFailure(LightningDDPError, RuntimeError):
         mixed: Any = type(PeerFailure.__name__, (PeerFailure, kind), names)
         failure: PeerFailure = mixed.__base__.__new__(mixed)  # the base that determines the memory layout
         failure.args = self.args
-        for name in _FIELDS:
-            setattr(failure, name, getattr(self, name))
+        for name, value in _values(self).items():
+            setattr(failure, name, value)
         return failure
 
     def _describe(self) -> str:
@@ -331,9 +310,6 @@ class PeerFailure(LightningDDPError, RuntimeError):
         if self.traceback:
             text += f" Traceback of rank {self.rank} follows.\n{self.traceback}"
         return with_ending(text, self)
-
-
-_FIELDS = tuple(inspect.signature(PeerFailure).parameters)
 
 
 def _loaded_class(path: str | None) -> type[Exception] | None:

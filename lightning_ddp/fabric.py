@@ -13,12 +13,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import lightning_ddp.rank_files as rank_files
-from lightning_ddp._lightning import (
-    CheckpointIO,
-    ClusterEnvironment,
-    FabricDDPStrategy,
-    pass_for_fabrics,
-)
+from lightning_ddp._lightning import CheckpointIO, ClusterEnvironment, FabricDDPStrategy, pass_for_fabrics
 from lightning_ddp.communication import Communication, HookSpec
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.shm.hosts import Transport
@@ -26,8 +21,6 @@ from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, as_wra
 
 if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
-
-__all__ = ["CustomFabricStrategy"]
 
 
 class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
@@ -86,7 +79,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         self._set_up: list[tuple[BucketedDDP, Communication, list[torch.optim.Optimizer]]] = []
         self._num_steps_taken = 0
         super().__init__(precision=precision, **options)
-        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]  # has its one method
+        self._backward_sync_control: Any = self  # has the one method of that
 
     # ------------------------------------------------------------------ launch and set-up
 
@@ -116,10 +109,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return self._num_steps_taken
 
     def setup_module(self, module: torch.nn.Module) -> Any:
-        """Wrap a model, with its own communication hook.
-
-        Collective: all ranks must call it.
-        """
+        """Wrap a model, with its own communication hook; all ranks must call it."""
         wrapper, communication = self._wrap(module), Communication(*self._communicates)
         self._register_hook(wrapper, communication)
         self._set_up.append((wrapper, communication, []))
@@ -128,10 +118,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Any, scheduler: Any = None
     ) -> Any:
-        """Wrap a model; its averager counts steps of these optimizers.
-
-        Collective: all ranks must call it.
-        """
+        """Wrap a model, whose averager counts steps of these optimizers; all ranks must call it."""
         wrapper = self.setup_module(module)
         _, communication, owned = self._set_up[-1]
         owned.extend(optimizers)
@@ -139,11 +126,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return wrapper, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return `optimizer` unchanged, for a model that was set up without it.
-
-        Raises:
-            ConfigurationError: there is an averager, which would not know to which model it belongs.
-        """
+        """Return `optimizer`; refuse it if an averager would not know to which model it belongs."""
         if self._averages:
             raise ConfigurationError(
                 "model_averaging needs to know the model of each optimizer. Use model, optimizer ="
@@ -160,6 +143,18 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         """Take a step; with model averaging, count it and average if it is due (then communicates)."""
         owners = [c for _, c, owned in self._set_up if any(optimizer is each for each in owned)]
         return self._step(owners, optimizer, partial(super().optimizer_step, optimizer, **kwargs))
+
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Keep gradients of backward passes in this context on their rank until the next backward."""
+        if not enabled:
+            return nullcontext()
+        wrapper = as_wrapper(module)
+        if wrapper is None:
+            raise TypeError(
+                "no_backward_sync needs the model that fabric.setup has returned (wrapped in BucketedDDP),"
+                f" but got a {type(module).__name__}"
+            )
+        return wrapper.no_sync()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -178,11 +173,9 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write a checkpoint; in local training synchronize first.
+        """Write a checkpoint with the state of a model's hook and averager, as in `CustomDDPStrategy`.
 
-        The state of a model's hook and averager is saved with it, as in `CustomDDPStrategy`.
-
-        Collective: all ranks must call it.
+        Collective: all ranks must call it. In local training they synchronize first.
         """
         _, communication = self._set_up_of(state)
         if communication is not None and not self._is_alone():
@@ -217,19 +210,3 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
                 " supported. Save each model in its own file."
             )
         return found[0] if found else (None, None)
-
-
-class _BackwardSync:
-    """Implementation of `fabric.no_backward_sync`."""
-
-    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Keep gradients of backward passes in this context on their rank until the next backward."""
-        if not enabled:
-            return nullcontext()
-        wrapper = as_wrapper(module)
-        if wrapper is None:
-            raise TypeError(
-                "no_backward_sync needs the model that fabric.setup has returned (wrapped in BucketedDDP),"
-                f" but got a {type(module).__name__}"
-            )
-        return wrapper.no_sync()

@@ -23,8 +23,6 @@ from lightning_ddp.strategy_core import as_wrapper
 if TYPE_CHECKING:  # imported late, as most runs do not need it
     from lightning_ddp.ddp.lockstep import Lockstep
 
-__all__ = ["LockstepResults", "ManualOptimizationRedirection", "require_lockstep", "shared_facts"]
-
 
 class ManualOptimizationRedirection(ForwardRedirection):
     """Forward redirection that does not arm the reducer if backward has already run inside."""

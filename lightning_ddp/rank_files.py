@@ -12,7 +12,7 @@ saves, and files of a run that was killed in between.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from lightning_ddp.comm import all_gather_objects, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 
-KEY = "lightning_ddp"
-"""Key of the package's state in a checkpoint."""
+KEY = "lightning_ddp"  # key of the package's state in a checkpoint
 _TOKEN_CHARACTERS = 8
 _ERROR_CHARACTERS = 200
 
@@ -86,9 +85,7 @@ def load_state(
 
     Args:
         communication: hook and averager of the resuming run.
-        checkpoint: the loaded checkpoint.
-        path: path from which it was loaded; None if unknown.
-        group: the ranks.
+        checkpoint: the checkpoint that was loaded from `path`, which is None if unknown.
         names: qualified names of the parameters.
         read: reads a dict from a path; raises FileNotFoundError if there is no file.
 
@@ -99,8 +96,11 @@ def load_state(
     if shared is None:
         begins = "the checkpoint has no state of hooks or averagers, so they start from scratch"
         return [begins] if communication.has_state else []
-    own, note = _read_own(shared, path, group, read) if shared["has_rank_files"] else (None, None)
-    return ([note] if note else []) + communication.load(shared, own, names)
+    own = _read_own(shared, path, group, read) if shared["has_rank_files"] else None
+    if isinstance(own, str):
+        note = f"rank {group.rank}: residuals and optimizer state of its own start from scratch: {own}"
+        return [note, *communication.load(shared, None, names)]
+    return communication.load(shared, own, names)
 
 
 def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = ()) -> None:
@@ -117,30 +117,26 @@ def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = (
 
 
 def _read_own(
-    shared: MutableMapping[str, Any],
-    path: str | Path | None,
-    group: Group,
-    read: Callable[[str], dict[str, Any]],
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Read this rank's file; return its content and None, or None and the reason."""
-    reset = f"rank {group.rank}: residuals and optimizer state of its own start from scratch"
+    shared: Mapping[str, Any], path: str | Path | None, group: Group, read: Callable[[str], dict[str, Any]]
+) -> dict[str, Any] | str:
+    """Return the content of this rank's file, or the reason why there is none."""
     if shared["world_size"] != group.size:
-        return None, f"{reset}: they were saved by {shared['world_size']} ranks, but the run has {group.size}"
+        return f"they were saved by {shared['world_size']} ranks, but the run has {group.size}"
     if path is None:
-        return None, f"{reset}: the path of the checkpoint is not known"
+        return "the path of the checkpoint is not known"
     # A link or a copy of the checkpoint has a different name than its files.
     places = (path, Path(path).parent / shared["name"], Path(path).resolve())
     candidates = dict.fromkeys(rank_file(place, group.rank, shared["token"]) for place in places)
-    problems = [f"{next(iter(candidates))} is missing"]
+    problem = f"{next(iter(candidates))} is missing"
     for candidate in candidates:
         try:
             own = read(candidate)
             if (own["token"], own["rank"]) == (shared["token"], group.rank):
-                return own, None
-            problems.insert(0, f"{candidate} belongs to rank {own['rank']}, or to another checkpoint")
+                return own
+            problem = f"{candidate} belongs to rank {own['rank']}, or to another checkpoint"
         except FileNotFoundError:
             continue
         except Exception as error:  # noqa: BLE001 (torch and pickle raise many kinds for a damaged file)
             text = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
-            problems.insert(0, f"{candidate} cannot be read ({text})")
-    return None, f"{reset}: {problems[0]}"
+            problem = f"{candidate} cannot be read ({text})"
+    return problem

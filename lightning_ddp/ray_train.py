@@ -11,8 +11,6 @@ from lightning_ddp._lightning import bind_like
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.strategy import CustomDDPStrategy
 
-__all__ = ["ray_strategy_class"]
-
 
 @functools.cache
 def ray_strategy_class() -> type[CustomDDPStrategy]:
@@ -20,13 +18,9 @@ def ray_strategy_class() -> type[CustomDDPStrategy]:
 
     `ray.train.lightning.prepare_trainer` accepts subclasses of its strategies only. Ray starts the workers,
     and makes their process group before it calls the training function; ranks and devices are Ray's.
-
-    Raises:
-        ImportError: Ray Train is not installed.
     """
-    from ray.train.lightning import (  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
-        RayDDPStrategy,
-    )
+    # an optional dependency
+    from ray.train.lightning import RayDDPStrategy  # type: ignore[import-not-found,unused-ignore]
 
     ours: Any = bind_like(RayDDPStrategy, CustomDDPStrategy)
 

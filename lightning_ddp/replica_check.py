@@ -19,8 +19,6 @@ from lightning_ddp.supervise.settings import ReplicaCheckSettings
 if TYPE_CHECKING:  # the wrapper is imported late
     from lightning_ddp.ddp.module import BucketedDDP
 
-__all__ = ["Replica", "ReplicaCheck"]
-
 _log = logging.getLogger("lightning_ddp")
 
 _MOST_SHOWN = 3
@@ -39,7 +37,6 @@ class ReplicaCheck:
     """Hashes of this rank's replicas in one run. Made and used in the main thread; does not wait for others.
 
     Args:
-        control: has the control channel.
         replicas: returns the models of this rank, the same list on all ranks.
         facts: returns numbers that have to be equal on all ranks, by name.
     """
@@ -55,8 +52,7 @@ class ReplicaCheck:
         limit = settings.mb_per_step
         most_bytes = None if limit is None else max(8, int(limit * 1024 * 1024))
         self._hasher = StateHasher(self._read, settings.cycle_steps, most_bytes)
-        self._present: Sequence[Replica] = []
-        """Models of the present cycle."""
+        self._present: Sequence[Replica] = []  # models of the present cycle
         self._scope: list[Equal] = []
         self._trained: frozenset[str] = frozenset()
         """Names of the parameters that were compared in the last cycle."""
@@ -151,16 +147,8 @@ class ReplicaCheck:
         if found is None:
             return StateValues(*series, number, 0, None, (), (), can_be_copied=False, notes=())
         notes = tuple(text for step, text in list(self._events) if before is None or step > before)
-        return StateValues(
-            *series,
-            number,
-            found.step,
-            before,
-            found.names,
-            found.values,
-            can_be_copied=found.is_state,
-            notes=notes,
-        )
+        values = (number, found.step, before, found.names, found.values)
+        return StateValues(*series, *values, can_be_copied=found.is_state, notes=notes)
 
 
 def _listed(names: Sequence[str]) -> str:

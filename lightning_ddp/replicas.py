@@ -169,25 +169,22 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
         copies[id(buffer)] = [
             buffer if index == own else buffer.to(device, copy=True) for index, device in enumerate(targets)
         ]
-    return [_replica(module, copies, index, {}) for index in range(len(targets))]
+    return [_replica(module, copies, index) for index in range(len(targets))]
 
 
-def _replica(
-    module: nn.Module, copies: Mapping[int, Sequence[Tensor]], index: int, made: dict[int, nn.Module]
-) -> nn.Module:
-    if id(module) in made:
-        return made[id(module)]
-    made[id(module)] = replica = shallow_replica(module)
-    for name, child in children_of(module).items():
-        children_of(replica)[name] = None if child is None else _replica(child, copies, index, made)
-    for name, parameter in parameters_of(module).items():
-        if parameter is None:
-            parameters_of(replica)[name] = None
-        else:
-            setattr(replica, name, copies[id(parameter)][index])
-    for name, buffer in buffers_of(module).items():
-        buffers_of(replica)[name] = None if buffer is None else copies[id(buffer)][index]
-    return replica
+def _replica(module: nn.Module, copies: Mapping[int, Sequence[Tensor]], index: int) -> nn.Module:
+    made = {id(part): (part, shallow_replica(part)) for part in module.modules()}
+    for part, replica in made.values():
+        for name, child in children_of(part).items():
+            children_of(replica)[name] = None if child is None else made[id(child)][1]
+        for name, parameter in parameters_of(part).items():
+            if parameter is None:
+                parameters_of(replica)[name] = None
+            else:
+                setattr(replica, name, copies[id(parameter)][index])
+        for name, buffer in buffers_of(part).items():
+            buffers_of(replica)[name] = None if buffer is None else copies[id(buffer)][index]
+    return made[id(module)][1]
 
 
 def parallel_apply(
@@ -218,7 +215,8 @@ def parallel_apply(
             f" inputs, {len(kwargs)} kwargs and {'no' if devices is None else len(devices)} devices"
         )
     if devices is None:
-        targets = [_device_of(given) for given in zip(inputs, kwargs, strict=True)]
+        tensors = [filter(torch.is_tensor, tree_leaves(given)) for given in zip(inputs, kwargs, strict=True)]
+        targets = [next((tensor.device for tensor in found), None) for found in tensors]
     else:
         targets = [_as_device(device) for device in devices]
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -256,10 +254,6 @@ def parallel_apply(
             futures.clear()  # they hold the error, whose traceback holds this frame
 
 
-def _device_of(arguments: Any) -> torch.device | None:
-    return next((leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
-
-
 # ---------------------------------------------------------------------- batches over devices
 
 
@@ -281,33 +275,25 @@ def scatter(inputs: T, devices: Sequence[Device], dim: int = 0) -> list[T]:
     """
     targets = _as_devices(devices)
     leaves, structure = tree_flatten_with_path(inputs)
-    chunks: list[Sequence[Tensor] | None] = []
+    columns: list[Sequence[Any]] = []
     named: dict[int, str] = {}
     for path, leaf in leaves:
-        if isinstance(leaf, Tensor):
-            name = f"inputs{keystr(path)} of shape {tuple(leaf.shape)}"
-            split = _split(leaf, len(targets), dim, name)
-            named.setdefault(len(split), name)
-        chunks.append(split if isinstance(leaf, Tensor) else None)
+        if not isinstance(leaf, Tensor):
+            columns.append([leaf] * len(targets))
+            continue
+        name = f"inputs{keystr(path)} of shape {tuple(leaf.shape)}"
+        parts = zip(_split(leaf, len(targets), dim, name), targets, strict=False)
+        # Copies: an in-place change by one replica would spoil what the others saved for backward.
+        columns.append([part.to(device, copy=len(targets) > 1) for part, device in parts])
+        named.setdefault(len(columns[-1]), name)
     if len(named) > 1:
         found = "; ".join(f"{name}: {count}" for count, name in named.items())
         raise ConfigurationError(
             f"tensors fall into different numbers of chunks along dimension {dim} over {len(targets)} devices"
             f" ({found}); expected the same number, so that each replica gets its part of all of them"
         )
-
-    def piece(index: int, device: torch.device) -> T:
-        # Copies: an in-place change by one replica would spoil what the others saved for backward.
-        is_copy = len(targets) > 1
-        parts = [
-            leaf if chunk is None else chunk[index].to(device, copy=is_copy)
-            for chunk, (_, leaf) in zip(chunks, leaves, strict=True)
-        ]
-        result: T = tree_unflatten(parts, structure)
-        return result
-
     used = next(iter(named), len(targets))
-    return [piece(index, device) for index, device in enumerate(targets[:used])]
+    return [tree_unflatten([column[index] for column in columns], structure) for index in range(used)]
 
 
 def _split(tensor: Tensor, num_parts: int, dim: int, name: str) -> Sequence[Tensor]:

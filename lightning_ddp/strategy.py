@@ -55,11 +55,8 @@ if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.elastic.recovery import Recovery
     from lightning_ddp.elastic.takeover import Journal
-    from lightning_ddp.launch.job_context import JobContext
     from lightning_ddp.launch.step_stop import StepStop
     from lightning_ddp.supervise.orders import NewGeneration
-
-__all__ = ["CustomDDPPlugin", "CustomDDPStrategy"]
 
 T = TypeVar("T")
 _UNUSED = (
@@ -138,7 +135,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         TypeError: An argument is unknown.
     """
 
-    _context: JobContext | None = None
     _stopping: StepStop | None = None
     _lockstep: Lockstep | None = None
     _observer: StepObserver = StepObserver()
@@ -192,23 +188,15 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if not divide_by_initial_world_size and uneven_inputs != "join":
             raise ConfigurationError('divide_by_initial_world_size=False needs uneven_inputs="join"')
         if not isinstance(emergency_checkpoint, bool | str | Path):
-            raise ConfigurationError(
-                f"emergency_checkpoint={emergency_checkpoint!r}: expected True, False or a folder"
-            )
+            message = f"emergency_checkpoint={emergency_checkpoint!r}: expected True, False or a folder"
+            raise ConfigurationError(message)
         self._emergency_checkpoint = emergency_checkpoint
         self._uneven_inputs = uneven_inputs
         self._divide_by_initial_world_size = divide_by_initial_world_size
         self._communication = Communication(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging, model_averaging_period
         )
-        super().__init__(
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,  # type: ignore[arg-type]  # a function in Lightning
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            **options,
-        )
+        super().__init__(precision_plugin=precision_plugin, **options)
         recovery = self._supervision.recovery
         if self._supervision.preemption is not None and recovery is None:
             raise ConfigurationError(
@@ -226,16 +214,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
                 averager=self._communication.averager_plan,
             )
-        redirection = bind_like(self, ManualOptimizationRedirection)
-        set_redirection(self, redirection(self._communication))
+        set_redirection(self, bind_like(self, ManualOptimizationRedirection)(self._communication))
 
     # ------------------------------------------------------------------ launch and set-up
 
     def setup_distributed(self) -> None:
-        """Join the process group of the run; return once all ranks have joined.
-
-        Collective: all ranks must call it.
-        """
+        """Join the process group of the run; return once all ranks have joined."""
         from lightning_ddp.launch.job_context import job_context
 
         reset_seed()
@@ -260,12 +244,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._journal = Journal(context)
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the model to its device, wrap it for fitting, and create optimizers.
-
-        Collective: all ranks must call it.
-        """
-        assert self.accelerator is not None
-        assert self.model is not None
+        """Move the model to its device, wrap it for fitting, create optimizers; all ranks must call it."""
         assert self._context is not None
         from lightning_ddp.launch.step_stop import StepStop
 
@@ -282,7 +261,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self.configure_ddp()
             self.setup_optimizers(trainer)
             self._setup_observer(trainer)
-            self._setup_uneven_inputs(trainer)
+            self._lockstep = None
+            if self._uneven_inputs is not None:
+                self._setup_uneven_inputs(trainer)
         else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
             from lightning_ddp.comm.collectives import broadcast_coalesced
 
@@ -291,13 +272,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         self.setup_precision_plugin()
         if fits:
             optimizers_to_device(self.optimizers, self.root_device)
-            assert self.lightning_module is not None
-            self._communication.start(
-                self.lightning_module,
-                self.optimizers,
-                self._joined_group(),
-                keeps_rounds=self._observer.repeats_steps,
-            )
+            module, group, repeats = self.lightning_module, self._joined_group(), self._observer.repeats_steps
+            self._communication.start(module, self.optimizers, group, keeps_rounds=repeats)
             self._start_replica_check(self._replicas, self._shared_facts)
 
     def _replicas(self) -> list[Any]:
@@ -307,13 +283,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return [] if wrapper is None else [Replica(wrapper, self._communication, self.optimizers)]
 
     def _shared_facts(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
         deals_batches = self._uneven_inputs is not None or self._observer.dealer is not None
         return shared_facts(self.lightning_module.trainer, deals_batches)
 
     def _num_steps(self) -> int:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.global_step + 1  # which counts it when it has returned
+        return int(self.lightning_module.trainer.global_step) + 1  # which counts it when it has returned
 
     def set_world_ranks(self) -> None:
         """Set this process's rank and the number of ranks in the cluster environment."""
@@ -339,9 +313,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Number of replicas and rank for a distributed sampler."""
         arguments = super().distributed_sampler_kwargs
-        if self._world is not None:
-            return {**arguments, "num_replicas": self._world[1]}
-        return arguments
+        return arguments if self._world is None else {**arguments, "num_replicas": self._world[1]}
 
     def _setup_observer(self, trainer: Trainer) -> None:
         """Choose what is done about lost ranks in this fit, and about its last step if they end it."""
@@ -379,7 +351,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             device_type=self.root_device.type,
             is_averaging=self._communication.averager_plan is not None,
         )
-        recovery = Recovery(
+        return Recovery(
             self._context,
             trainer,
             self._communication,
@@ -390,8 +362,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             stop=self._stopping,
             journal=self._journal,
         )
-        recovery.wait_for_others()
-        return recovery
 
     def _meet_again(self, new: NewGeneration) -> None:
         """Create the process group of a generation, and all that depends on it; all ranks must call it."""
@@ -425,29 +395,24 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             context.control.inspector.compare_before_each(self._debug == "detail")
 
     def _setup_model(self, model: torch.nn.Module) -> BucketedDDP:  # type: ignore[override]
-        """Wrap `model` in `BucketedDDP`, which is no subclass of torch's DistributedDataParallel."""
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Register the communication hook, on every device type; all ranks must call it."""
         wrapper = as_wrapper(self.model)
         assert wrapper is not None
         self._register_hook(wrapper, self._communication)
 
     def _setup_uneven_inputs(self, trainer: Trainer) -> None:
-        self._lockstep = None
-        if self._uneven_inputs is not None:
-            from lightning_ddp.ddp.lockstep import Lockstep  # late, as most runs do not need it
+        from lightning_ddp.ddp.lockstep import Lockstep  # late, as most runs do not need it
 
-            self._lockstep = Lockstep(
-                self._joined_group(),
-                self.root_device,
-                is_allowed=self._uneven_inputs == "join",
-                divide_by_initial_world_size=self._divide_by_initial_world_size,
-            )
-            results = bind_like(trainer, LockstepResults)(self._lockstep)
-            set_training_results(trainer, results)
-            forget_loaders(trainer)  # already made if a schedule needed the number of steps
+        self._lockstep = Lockstep(
+            self._joined_group(),
+            self.root_device,
+            is_allowed=self._uneven_inputs == "join",
+            divide_by_initial_world_size=self._divide_by_initial_world_size,
+        )
+        set_training_results(trainer, bind_like(trainer, LockstepResults)(self._lockstep))
+        forget_loaders(trainer)  # already made if a schedule needed the number of steps
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -455,12 +420,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ training steps
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the dataloader; with `uneven_inputs`, wrapped to end on all ranks at the same step.
-
-        Raises:
-            ConfigurationError: there are several training dataloaders, or only some ranks know the length of
-                theirs, or `training_step` fetches its batches itself, or the run resumes inside an epoch.
-        """
+        """Return the dataloader; with `uneven_inputs`, wrapped to end on all ranks at the same step."""
         if not self._is_training():
             return dataloader
         dealer = self._observer.dealer
@@ -468,13 +428,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             dataloader = dealer.adopt(dataloader)
         if self._lockstep is None:
             return dataloader
-        assert self.lightning_module is not None
         require_lockstep(self.lightning_module)
         if dealer is None:
             return self._lockstep.wrap(dataloader)
-        return self._lockstep.wrap(
-            dataloader, partial(dealer.most, dataloader), partial(dealer.spare, dataloader)
-        )
+        most, spare = partial(dealer.most, dataloader), partial(dealer.spare, dataloader)
+        return self._lockstep.wrap(dataloader, most, spare)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device; with `uneven_inputs`, exchange first which ranks have a batch."""
@@ -483,7 +441,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _is_training(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.training
+        return self.lightning_module is not None and bool(self.lightning_module.trainer.training)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch, so that its step can be repeated after a rank was lost."""
@@ -492,7 +450,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` in the wrapper's forward."""
-        assert self.lightning_module is not None
         lockstep = self._lockstep
         with nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
             output = super().training_step(*args, **kwargs)
@@ -548,7 +505,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return loss
 
     def _is_automatic(self) -> bool:
-        return self.lightning_module is None or self.lightning_module.automatic_optimization
+        return self.lightning_module is None or bool(self.lightning_module.automatic_optimization)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Keep gradients of backward passes in this context on their rank (Lightning's accumulation)."""
@@ -578,37 +535,29 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ evaluation and end of training
 
     def on_validation_start(self) -> None:
-        """Average the parameters and buffers over all ranks before validation, in local training.
-
-        Collective: all ranks must call it.
-        """
+        """Average parameters and buffers before validation, in local training; all ranks must call it."""
         self._agree()
         super().on_validation_start()
 
     def _check_evaluation(self) -> None:
+        """End a run that only evaluates, if a signal stops it."""
         if self._stopping is not None:
             self._stopping.check_evaluation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation step, unless a signal stops a run that only validates."""
         self._check_evaluation()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a test step, unless a signal stops the run."""
         self._check_evaluation()
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prediction step, unless a signal stops the run."""
         self._check_evaluation()
         return super().predict_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """Make the buffers those of rank 0 on all ranks; in local training, average the parameters first.
-
-        Collective: all ranks must call it.
-        """
+        """Average parameters, in local training, and copy the buffers of rank 0; all ranks must call it."""
         self._agree()
         wrapper = as_wrapper(self.model)
         if wrapper is not None:
@@ -672,7 +621,6 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         """Restore optimizers, and in a run hook and averager; log each item that could not be restored."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._is_alone():
-            assert self.lightning_module is not None
             self._load_state(self._communication, self.lightning_module, dict(checkpoint), self._resumed_from)
 
     # ------------------------------------------------------------------ collectives

@@ -18,7 +18,7 @@ from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadc
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError, in_seconds, one_of
-from lightning_ddp.launch.rendezvous import check_meeting_place
+from lightning_ddp.launch.rendezvous import check_meeting_place, require_backend
 from lightning_ddp.shm.hosts import check_transport
 from lightning_ddp.supervise.settings import (
     SupervisionSettings,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from lightning_ddp.launch.launcher import ScriptLauncher
     from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
     from lightning_ddp.replica_check import Replica, ReplicaCheck
-
-__all__ = ["Debug", "StartMethod", "StrategyCore", "UnevenInputs", "as_wrapper"]
 
 T = TypeVar("T")
 _log = logging.getLogger("lightning_ddp")
@@ -83,28 +81,23 @@ class StrategyCore:
 
     if TYPE_CHECKING:  # Lightning's
         root_device: Any
+        lightning_module: Any
+        model: Any
         cluster_environment: Any
         num_nodes: Any
         num_processes: Any
         checkpoint_io: Any
 
-        def _scaler(self) -> Any:
-            """Return the loss scaler of mixed precision, or None."""
+        def _scaler(self) -> Any: ...
 
-        def _num_steps(self) -> int:
-            """Return the number of optimizer steps with the present one."""
+        def _num_steps(self) -> int: ...
 
     # ------------------------------------------------------------------ options
 
     def _take_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Check and keep the arguments of both strategies; return those for Lightning's class.
-
-        Raises:
-            ConfigurationError: one of them cannot be used.
-        """
+        """Check and keep the arguments of both strategies; return those for Lightning's class."""
         from lightning_ddp.ddp.buffers import check_broadcast_buffers
         from lightning_ddp.ddp.layout import bucket_caps_bytes
-        from lightning_ddp.launch.rendezvous import require_backend
 
         check_transport(given["transport"])
         if given["process_group_backend"] is not None:
@@ -116,7 +109,8 @@ class StrategyCore:
         for name, choices in _CHOICES.items():
             if given.get(name, choices[0]) not in choices:
                 raise ConfigurationError(f"{name}={given[name]!r}: expected {one_of(map(repr, choices))}")
-        sent_by = given["start_method"] if given["start_method"] in get_args(FunctionMethod) else None
+        self._chosen_start_method = given["start_method"]
+        sent_by = None if self._runs_script else self._chosen_start_method
         check_meeting_place(given["init_method"], given["store"], sent_by)
         check_broadcast_buffers(given["broadcast_buffers"])
         bucket_caps_bytes(given["bucket_cap_mb"], given["bucket_cap_mb_list"])  # raises early
@@ -131,7 +125,6 @@ class StrategyCore:
         )
         self._init_method, self._given_store = given["init_method"], given["store"]
         self._transport, self._debug = given["transport"], given["debug"]
-        self._chosen_start_method = given["start_method"]
         self._wrapper_options = {name: given[name] for name in _OF_WRAPPER}
         return {name: given[name] for name in _OF_LIGHTNING} | {"timeout": self._group_timeout}
 
@@ -176,7 +169,7 @@ class StrategyCore:
                     f"the engine asks for {num_devices} devices of each node, but {available} are here"
                 )
             own.parallel_devices = devices[:1] * num_devices if is_cpu else devices[:num_devices]
-        environment: Any = self.cluster_environment
+        environment = self.cluster_environment
         environment.set_world_size(self.num_nodes * num_devices)
         environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
 
@@ -186,7 +179,6 @@ class StrategyCore:
         if self._runs_script:
             from lightning_ddp.launch.launcher import ScriptLauncher
 
-            assert self.cluster_environment is not None  # set by the Trainer just before
             launcher = bind_like(self, ScriptLauncher)(
                 self.cluster_environment,
                 self.num_processes,
@@ -266,11 +258,7 @@ class StrategyCore:
     def _start_replica_check(
         self, replicas: Callable[[], Sequence[Replica]], facts: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
-        """Compare the replicas of this run; log why not, where that is asked for in vain.
-
-        Raises:
-            ConfigurationError: the run is to stop or heal, but has no control channel.
-        """
+        """Compare the replicas of this run; log why not, or refuse to stop or heal without the channel."""
         settings, context = self._supervision.replicas, self._context
         self._replica_check, why = None, None
         if settings is None or context is None:
@@ -352,11 +340,7 @@ class StrategyCore:
         """
         if (group := self._group) is None or self._is_alone():
             return obj
-
-        def send() -> T:
-            received: T = broadcast_nested(group, obj, src, self.root_device, label="broadcast")
-            return received
-
+        send = partial(broadcast_nested, group, obj, src, self.root_device, label="broadcast")
         return self._together("broadcast", send, lambda: obj)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

@@ -16,11 +16,10 @@ class Trainer(LightningTrainer):
     From `lightning.pytorch` if that is imported and `pytorch_lightning` is not.
 
     Args:
-        *args: Arguments of Lightning's Trainer.
         gpus: number of GPUs, -1 for all, a list of indices, or a string: "4" is a number, "0,3" and "2," are
             indices, "-1" is all. 0 and None mean none. Stands for `accelerator="gpu", devices=...`.
         num_processes: number of CPU processes. Stands for `accelerator="cpu", devices=...`.
-        **kwargs: Arguments of Lightning's Trainer.
+        *args, **kwargs: Arguments of Lightning's Trainer.
 
     Raises:
         ConfigurationError: two spellings of one thing, a malformed value, or more GPUs than there are.
@@ -72,7 +71,6 @@ def _translate(
 
 
 def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int]:
-    """Return the indices of the GPUs to use."""
     malformed = ConfigurationError(
         f"gpus={gpus!r}: expected a number of GPUs, -1 for all, a list of indices, or a string such as"
         ' "4", "0,3" or "-1"'

@@ -7,7 +7,7 @@ import inspect
 from functools import cache, partial
 from typing import Any
 
-from lightning_ddp._lightning import FABRICS, ROOTS, accept_strategies, explain_refusals
+from lightning_ddp._lightning import FABRICS, ROOTS, explain_refusals
 from lightning_ddp.errors import ConfigurationError, unknown_argument
 from lightning_ddp.fabric import CustomFabricStrategy
 from lightning_ddp.import_hook import after_import
@@ -18,10 +18,7 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_ddp_spawn": ("custom_ddp in spawned processes", {"start_method": "spawn"}),
     "custom_ddp_fork": ("custom_ddp in forked processes", {"start_method": "fork"}),
     "custom_ddp_notebook": ("custom_ddp for notebooks: forked processes", {"start_method": "fork"}),
-    "custom_ddp_shrink": (
-        "continues with the remaining ranks when a rank is lost",
-        {"on_failure": "shrink"},
-    ),
+    "custom_ddp_shrink": ("continues with the remaining ranks when a rank is lost", {"on_failure": "shrink"}),
     "custom_ddp_replace": (
         "continues when a rank is lost, and starts a new process to replace it",
         {"on_failure": "replace"},
@@ -60,17 +57,14 @@ BUILTIN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The variants of this package: name -> (description, arguments of `CustomDDPStrategy`)."""
 for _name in ("custom_ddp", "custom_ddp_spawn", "custom_ddp_fork", "custom_ddp_notebook"):
-    for _searches, _what in (
-        (True, "that searches for unused parameters in every step"),
-        (False, "in which a parameter without a gradient is an error"),
+    for _ending, _searches, _what in (
+        ("true", True, "that searches for unused parameters in every step"),
+        ("false", False, "in which a parameter without a gradient is an error"),
     ):
-        BUILTIN[f"{_name}_find_unused_parameters_{str(_searches).lower()}"] = (
-            f"{_name} {_what}",
-            {**BUILTIN[_name][1], "find_unused_parameters": _searches},
-        )
+        _arguments = {**BUILTIN[_name][1], "find_unused_parameters": _searches}
+        BUILTIN[f"{_name}_find_unused_parameters_{_ending}"] = (f"{_name} {_what}", _arguments)
 
-_variants: dict[str, tuple[str, dict[str, Any]]] = {}
-"""The registered variants, as above."""
+_variants: dict[str, tuple[str, dict[str, Any]]] = {}  # the registered variants, as above
 _joined: list[tuple[Any, type]] = []
 """Registries of the imported namespaces, each with the strategy class to register there."""
 
@@ -99,13 +93,12 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
     for argument in strategy_kwargs:
         if argument not in known:
             raise unknown_argument("CustomDDPStrategy()", argument, known)
-    registered = _variants.get(name)
-    if registered is not None and registered[1] == strategy_kwargs:
+    if name in _variants and _variants[name][1] == strategy_kwargs:
         return
-    taken = [registry[name]["description"] for registry, _ in _joined if name in registry]
-    if registered is not None or taken:
-        what = registered[0] if registered is not None else taken[0]
-        raise ConfigurationError(f"strategy name {name!r} is taken: {what or 'no description'}")
+    taken = [_variants[name][0]] if name in _variants else []
+    taken += [registry[name]["description"] for registry, _ in _joined if name in registry]
+    if taken:
+        raise ConfigurationError(f"strategy name {name!r} is taken: {taken[0] or 'no description'}")
     _variants[name] = description, strategy_kwargs
     for registry, strategy in _joined:
         _add(name, registry, strategy)
@@ -126,7 +119,7 @@ def _arguments_of(strategy: type) -> list[str]:
 
 def _join(module: Any, registry: str, strategy: type) -> None:
     """Register all variants with a newly imported namespace; `module` is its `strategies`."""
-    accept_strategies(module)
+    module.DDPStrategy.register(strategy)  # which derives from a placeholder
     for name in _variants:
         _add(name, getattr(module, registry), strategy)
     _joined.append((getattr(module, registry), strategy))
@@ -138,40 +131,31 @@ def available_variants() -> dict[str, str]:
 
 
 def variant_arguments(name: str) -> dict[str, Any]:
-    """Return the arguments of `CustomDDPStrategy` for a registered name.
-
-    Raises:
-        KeyError: no such name is registered.
-    """
+    """Return the arguments of `CustomDDPStrategy` for a registered name; a KeyError for another one."""
     return dict(_variants[name][1])
 
 
 def register_builtin_variants() -> None:
-    """Register this package's variants with each namespace of Lightning, now or on its import.
-
-    `import lightning_ddp` calls it.
-    """
+    """Register this package's variants with each namespace of Lightning, now or on its import."""
     for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)
+    join_fabric = partial(_join, registry="STRATEGY_REGISTRY", strategy=CustomFabricStrategy)
+    join = partial(_join, registry="StrategyRegistry", strategy=CustomDDPStrategy)
+    explain = partial(explain_refusals, explain=_explain_refusal)
     for root in FABRICS:
-        join = partial(_join, registry="STRATEGY_REGISTRY", strategy=CustomFabricStrategy)
-        after_import(f"{root}.strategies", join)
+        after_import(f"{root}.strategies", join_fabric)
     for root in ROOTS:
-        join = partial(_join, registry="StrategyRegistry", strategy=CustomDDPStrategy)
         after_import(f"{root}.strategies", join)
-        after_import(
-            f"{root}.trainer.connectors.accelerator_connector",
-            lambda module: explain_refusals(module, _explain_refusal),
-        )
+        after_import(f"{root}.trainer.connectors.accelerator_connector", explain)
 
 
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
     """Return the message for a strategy that a Trainer has rejected; None if it is not ours."""
     if isinstance(strategy, str):
         known = {name for registry, _ in _joined for name in registry}
-        meant = next(iter(difflib.get_close_matches(strategy.lower(), sorted(known), n=1)), None)
-        if meant in _variants and strategy.lower() not in known:
-            return f"there is no strategy {strategy!r}; did you mean {meant!r}?"
+        meant = difflib.get_close_matches(strategy.lower(), sorted(known), n=1)
+        if meant and meant[0] in _variants and strategy.lower() not in known:
+            return f"there is no strategy {strategy!r}; did you mean {meant[0]!r}?"
     if isinstance(strategy, CustomDDPStrategy):
         words = str(error).replace("strategy='ddp_notebook'", "strategy='custom_ddp_notebook'")
         return words if words != str(error) else None

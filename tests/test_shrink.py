@@ -739,11 +739,3 @@ def test_a_global_batch_that_is_split_gives_the_losses_of_a_run_without_losses(t
         for ledger in curves
     )
     assert disturbed == pytest.approx(undisturbed, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_schedule_lasts_as_long_as_one_rank_that_is_left_takes_steps(tmp_path) -> None:
-    faults = [fault(place, "forward", step) for place, step in ((1, 0), (2, 0), (3, 1))]
-    schedule = ["OneCycleLR", {"max_lr": 0.1, "total_steps": EPOCHS * SAMPLES // 4}]
-    ledger = train(tmp_path, faults=faults, scheduler=schedule)
-    ledger.check([0], rates="any")

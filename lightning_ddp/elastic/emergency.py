@@ -27,8 +27,6 @@ from lightning_ddp.elastic.undo import models_of_callbacks
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 
-__all__ = ["EmergencyCheckpoint", "EmergencyObserver"]
-
 
 class EmergencyObserver(StepObserver):
     """Observer of a fit whose only provision for a failure is its last checkpoint.
@@ -47,7 +45,6 @@ class EmergencyObserver(StepObserver):
         after_schedulers(trainer, self._end_batch)
 
     def end_backward(self) -> None:
-        """Keep the main thread from being interrupted in the update that follows."""
         if self.ledger.is_automatic:
             self._context.control.alarm.defer(True)
 
@@ -63,7 +60,6 @@ class EmergencyCheckpoint:
     """The checkpoint of one fit that a failure ends: of the last step in its ledger.
 
     Args:
-        ledger: ledger of its steps.
         folder: folder to save to; None for `emergency/` beside that of its checkpoints, if it makes any.
         ours: supervision of this process, which calls `save`.
     """

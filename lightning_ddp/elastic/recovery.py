@@ -51,8 +51,6 @@ from lightning_ddp.launch.step_stop import StepStop
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
-__all__ = ["Recovery"]
-
 T = TypeVar("T")
 _log = logging.getLogger("lightning_ddp")
 
@@ -60,10 +58,10 @@ _log = logging.getLogger("lightning_ddp")
 class Recovery(StepObserver):
     """Reaction of one fit to lost ranks, and to ranks that join or leave.
 
+    Collective: all ranks must construct it, except those that join.
+
     Args:
-        context: context of this process's job.
         trainer: Trainer whose loops are wrapped.
-        communication: the hook and the averager.
         keeps_global: True if the global batch keeps its size, False if that of each rank does.
         is_uneven: True if ranks may have different numbers of batches.
         group: returns the present ranks.
@@ -97,15 +95,11 @@ class Recovery(StepObserver):
         self.ledger = StepLedger(trainer, communication, keeps_marks=True)
         self._members = tuple(range(trainer.world_size))
         """Slots of the generation that was told of last, by rank."""
-        self._num_recoveries = 0
-        """Number of generations after a failure; those that others joined or left do not count."""
-        self._is_meeting = False
-        """True if this rank stands at the boundary where all meet."""
+        self._num_recoveries = 0  # of generations after a failure; not of those that others joined or left
+        self._is_meeting = False  # True if this rank stands at the boundary where all meet
         self._journal, self._is_joining = journal, context.is_joining
-        self._handover: Handover | None = None
-        """State for processes that join: made by members, taken by a process that has joined."""
-        self._joined: NewGeneration | None = None
-        """Generation that this process has joined, until it takes its first step."""
+        self._handover: Handover | None = None  # state that members make for processes that join
+        self._joined: NewGeneration | None = None  # generation that it has joined, until its first step
         share_versions(trainer)
         if journal is not None and importlib.util.find_spec("omegaconf") is not None:
             # as the first checkpoint would, in a third of a second, when another process joins
@@ -116,6 +110,8 @@ class Recovery(StepObserver):
             self.dealer.adopt(loader)
         self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
         self._calls.may_leave = True
+        if not self._is_joining:  # what is repeated goes on without a rank that is lost before all are here
+            self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
     @property
     def _ours(self) -> FailureHandler:
@@ -129,26 +125,17 @@ class Recovery(StepObserver):
 
     # ------------------------------------------------------------------ told by the strategy
 
-    def wait_for_others(self) -> None:
-        """Return once all ranks have come as far, or one is lost: what is repeated goes on without it."""
-        if not self._is_joining:
-            self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
-
     def begin_fit(self) -> None:
-        """Begin a fit, whose boundaries have numbers of their own."""
         super().begin_fit()
         self._calls.begin_fit()
 
     def begin_batch(self, batch: Any) -> None:
-        """Keep the batch, which may have to be finished without the others."""
         self.ledger.batch = batch
 
     def end_forward(self, output: Any) -> None:
-        """Keep the output of `training_step`, for the same reason."""
         self.ledger.note_output(output)
 
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of this rank's batch times its weight in the mean."""
         loss = super().begin_backward(loss)
         is_split = self._keeps_global and self._calls.state.generation
         return loss * self.dealer.weight(self._loop.batch_idx) if is_split else loss
@@ -158,11 +145,9 @@ class Recovery(StepObserver):
         self._calls.defer(True)
 
     def agree(self) -> None:
-        """Commit the round that an average outside of a step ends."""
         self.ledger.agree()
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies, for `together`."""
         return [tensor.clone() for tensor in tensors]
 
     def _begin_update(self) -> None:
@@ -196,19 +181,19 @@ class Recovery(StepObserver):
 
     def check_sanity(self, check: Callable[[], None]) -> None:
         """Make the loaders of validation, and check; a process that joins waits for the others instead."""
-        self.repeat(self._set_up_validation)
+
+        def set_up() -> None:  # in all processes at the same point of the set-up
+            if self._trainer.enable_validation:
+                self._trainer.validating = True
+                self._loop.val_loop.setup_data()
+                self._trainer.training = True
+
+        self.repeat(set_up)
         if self._is_joining:
             self._join()
             return
         with self._journal.closed() if self._journal is not None else nullcontext():
             self.repeat(check)
-
-    def _set_up_validation(self) -> None:
-        """Make the loaders of validation in all processes at the same point of the set-up."""
-        if self._trainer.enable_validation:
-            self._trainer.validating = True
-            self._loop.val_loop.setup_data()
-            self._trainer.training = True
 
     def start_epoch(self, start: Callable[[], None]) -> None:
         """Begin an epoch; a process that has joined begins in that of the others."""

@@ -18,8 +18,6 @@ from lightning_ddp._lightning import Trainer, loaders_of
 from lightning_ddp.elastic.undo import RandomStates
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = ["Dealer", "DealtSampler", "SplitBatches", "set_ranks", "share_of"]
-
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 """They cannot be trained on a single sample."""
 
@@ -56,13 +54,10 @@ class DealtSampler(Sampler[Any]):
         self._fills, self._inner_fills = fills, True
         self._batch_size = batch_size
         self._avoids_one = avoids_one and batch_size > 1
-        self._rest: list[Any] | None = None
-        """This rank's part of the rest of the epoch, once that is dealt anew."""
+        self._rest: list[Any] | None = None  # its part of the rest of the epoch, once that is dealt anew
         self._num_used = self._num_left = self.num_batches = self._epoch = 0
-        self._order: list[Any] | None = None
-        """Order of this epoch, if it is known: it may be drawn only once."""
-        self.has_changed = False
-        """True once it deals to other ranks than at first."""
+        self._order: list[Any] | None = None  # order of this epoch, if it is known: it may be drawn only once
+        self.has_changed = False  # True once it deals to other ranks than at first
 
     def __iter__(self) -> Iterator[Any]:
         if self._rest is not None:
@@ -97,7 +92,6 @@ class DealtSampler(Sampler[Any]):
         return length + self._num_repeated(length)
 
     def _num_repeated(self, length: int) -> int:
-        """Return how many samples a last batch of one gets."""
         return int(self._avoids_one and self.has_changed and length % self._batch_size == 1)
 
     @property
@@ -114,13 +108,11 @@ class DealtSampler(Sampler[Any]):
         return bool(getattr(self.inner, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the sampler inside."""
         if name == "inner":  # before there is one, as where it is unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin a new epoch, whole."""
         self._rest = None
         self._num_used = self.num_batches = 0
         if epoch != self._epoch:  # else a loader with workers may have begun to read it
@@ -131,20 +123,14 @@ class DealtSampler(Sampler[Any]):
         """Return the samples of the whole epoch in their order."""
         if self._is_plain:
             return _order_of(self.inner)
-        if self._order is None:
-            self._order = _order_of(self.inner)
+        self._order = _order_of(self.inner) if self._order is None else self._order
         return self._order
 
     def check(self) -> None:
-        """Check that the rest of an epoch can be dealt anew; draw nothing.
-
-        Raises:
-            ConfigurationError: a copy for one rank does not give the order that is dealt in turn.
-        """
-        inner = self.inner
+        """Refuse a sampler whose copy for one rank does not give the order that is dealt; draw nothing."""
         if self._is_plain:
             return
-        random = RandomStates()
+        inner, random = self.inner, RandomStates()
         mine = list(inner)
         random.restore()
         order = _order_of(inner)
@@ -271,11 +257,7 @@ class Dealer:
         return loaders_of(self._trainer.fit_loop)
 
     def adopt(self, loader: Any) -> Any:
-        """Take over a dataloader's sampler; return the loader.
-
-        Raises:
-            ConfigurationError: the rest of an epoch of it cannot be dealt anew.
-        """
+        """Take over a dataloader's sampler, if the rest of an epoch can be dealt anew; return the loader."""
         batches: Any = getattr(loader, "batch_sampler", None)
         inner = getattr(batches, "sampler", None)
         if not isinstance(loader, DataLoader) or not hasattr(inner, "num_replicas"):
@@ -310,11 +292,7 @@ class Dealer:
         return loader.collate_fn([loader.dataset[index] for index in some])
 
     def check(self) -> None:
-        """Check all loaders together.
-
-        Raises:
-            ConfigurationError: they cannot be split.
-        """
+        """Refuse several loaders where the global batch is kept."""
         if self._keeps_global and len(self._loaders) > 1:
             raise ConfigurationError(
                 "on_failure with batch='global' supports one training dataloader, because samples of"
@@ -327,7 +305,6 @@ class Dealer:
         return float(loader.batch_sampler.weight(number))
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Deal the rest of the epoch over other ranks."""
         self._part = (rank, world_size)
         for loader in self._loaders:
             dealt = loader.batch_sampler if self._keeps_global else loader.batch_sampler.sampler

@@ -27,11 +27,8 @@ from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
-__all__ = ["end_collectives", "leave", "meet_again", "take_rank"]
-
 _LOOK_EVERY_S = 0.005
-_ABORTED_WITHIN_S = 20.0
-"""Longest time for the communicators of NCCL, and what was queued on the device, to end."""
+_ABORTED_WITHIN_S = 20.0  # longest time for communicators of NCCL and queued work to end
 
 
 def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> None:
@@ -47,12 +44,9 @@ def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> No
 
 
 def end_collectives(ours: FailureHandler, device: torch.device) -> None:
-    """Abort all groups; when it returns nothing runs on the device any more. Does not communicate.
+    """Abort all groups, until nothing runs on the device any more; an error if something does not end.
 
-    On the CPU nothing is done, as what waits there has been interrupted.
-
-    Raises:
-        LightningDDPError: something does not end there.
+    Does not communicate. On the CPU nothing is done, as what waits there has been interrupted.
     """
     if device.type != "cuda":
         return
@@ -104,12 +98,9 @@ def meet_again(
     it begins when all have come, and gives up soon.
 
     Args:
-        context: context of this process's job; its control channel knows generation and rank.
-        backend: 'gloo', 'nccl' ...
-        world_size: the new number of ranks.
+        context: its control channel knows generation and rank.
         timeout: time limit of collectives.
         meet_within: time for which gloo waits for a peer, up to five times.
-        device: device of this process.
 
     Raises:
         PeerFailure: the run has failed meanwhile.

@@ -8,35 +8,22 @@ from typing import Any
 
 import torch
 
-from lightning_ddp._lightning import (
-    Trainer,
-    batches_that_stepped,
-    complete_steps,
-    loader_states,
-)
+from lightning_ddp._lightning import Trainer, batches_that_stepped, complete_steps, loader_states
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.elastic.undo import Mark, PhaseMark
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 
-__all__ = ["Cursor", "StepLedger"]
-
 
 class Cursor(Enum):
     """Place of a rank in a step."""
 
-    BOUNDARY = auto()
-    """Between two steps; nothing of the next one has begun."""
-    COMPUTING = auto()
-    """A step; also between two steps of a round of local training, which are committed together."""
-    UPDATING = auto()
-    """The update of the parameters, or their average over the ranks."""
-    COMMITTED = auto()
-    """A step is committed; the hooks of its batch follow."""
-    PHASE = auto()
-    """A part of the loops without steps, such as validation, with all steps committed."""
-    COPYING = auto()
-    """The state is copied from another rank."""
+    BOUNDARY = auto()  # between two steps; nothing of the next one has begun
+    COMPUTING = auto()  # a step; also between two steps of a round of local training, committed together
+    UPDATING = auto()  # the update of the parameters, or their average over the ranks
+    COMMITTED = auto()  # a step is committed; the hooks of its batch follow
+    PHASE = auto()  # a part of the loops without steps, such as validation, with all steps committed
+    COPYING = auto()  # the state is copied from another rank
 
 
 class StepLedger:
@@ -51,25 +38,16 @@ class StepLedger:
     def __init__(self, trainer: Trainer, communication: Communication, *, keeps_marks: bool) -> None:
         self.trainer, self.communication, self._keeps_marks = trainer, communication, keeps_marks
         self.cursor = Cursor.PHASE
-        self.step = 0
-        """Number of units of this fit that all ranks have committed."""
-        self.phase = 0
-        """Number of finished parts of the loops: batches, validations, ends of epochs."""
-        self.last_phase = 0
-        """Number of parts that all ranks finish before they go on together."""
-        self.mark: Mark | None = None
-        """State at the last boundary."""
-        self.phase_mark: PhaseMark | None = None
-        """State before the present part without steps."""
-        self.batch: Any = None
-        """Batch in use, with `output` of `training_step` for it."""
+        self.step = 0  # number of units of this fit that all ranks have committed
+        self.phase = 0  # number of finished parts of the loops: batches, validations, ends of epochs
+        self.last_phase = 0  # number of parts that all ranks finish before they go on together
+        self.mark: Mark | None = None  # state at the last boundary
+        self.phase_mark: PhaseMark | None = None  # state before the present part without steps
+        self.batch: Any = None  # batch in use, with `output` of `training_step` for it
         self.output: Any = None
-        self.num_stepped = 0
-        """`batches_that_stepped` at the last commit."""
-        self.loaders: list[Any] | None = None
-        """States of the dataloaders at the last commit, of those that have one."""
-        self._before_copy = Cursor.PHASE
-        """Cursor before the state began to be overwritten."""
+        self.num_stepped = 0  # `batches_that_stepped` at the last commit
+        self.loaders: list[Any] | None = None  # states at the last commit, of dataloaders that have one
+        self._before_copy = Cursor.PHASE  # cursor before the state began to be overwritten
         self._num_backwards = 0
         self._has_several = any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers)
         """True if a step may take several backwards, of which the later ones see moved weights."""
@@ -157,7 +135,6 @@ class StepLedger:
         )
 
     def begin_phase(self) -> None:
-        """Note that a part of the loops without steps begins."""
         self.phase_mark = PhaseMark(self.trainer)
 
     def end_phase(self) -> None:
@@ -190,7 +167,6 @@ class StepLedger:
         self._has_several |= self._num_backwards > 1
 
     def begin_update(self) -> None:
-        """Note that the optimizer is about to change parameters."""
         self.cursor = Cursor.UPDATING
 
     def take_step(self) -> None:
@@ -254,12 +230,10 @@ class StepLedger:
             self.undo()
 
     def begin_copy(self) -> None:
-        """Note that the state is about to be overwritten."""
         if self.cursor is not Cursor.COPYING:  # else from a rank that was lost meanwhile
             self._before_copy, self.cursor = self.cursor, Cursor.COPYING
 
     def end_copy(self, step: int) -> None:
-        """Note that this rank has the state of a step."""
         complete_steps(self.trainer)
         self.step = step
         self._settle_unit(self._before_copy)

@@ -10,20 +10,15 @@ import torch
 if TYPE_CHECKING:  # the base class is imported by each run, and imports nothing
     from lightning_ddp.elastic.step_ledger import StepLedger
 
-__all__ = ["StepObserver"]
-
 T = TypeVar("T")
 
 
 class StepObserver:
     """Observer of a fit that does nothing about lost ranks: the first failure ends the run."""
 
-    ledger: StepLedger | None = None
-    """Record of what is committed; None if nobody asks for it."""
-    dealer: Any = None
-    """Object that deals the rest of an epoch over other ranks, or None."""
-    repeats_steps = False
-    """True if steps and parts of the loops may be repeated among other ranks."""
+    ledger: StepLedger | None = None  # record of what is committed; None if nobody asks for it
+    dealer: Any = None  # object that deals the rest of an epoch over other ranks, or None
+    repeats_steps = False  # True if steps and parts of the loops may be repeated among other ranks
 
     @property
     def is_alone(self) -> bool:

@@ -31,8 +31,6 @@ from lightning_ddp.elastic.redeal import Dealer
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.job_context import JobContext
 
-__all__ = ["Handover", "Journal", "seed_generators", "share_versions"]
-
 _KEY = "lightning_ddp/journal"
 _CHUNK_BYTES = 4 * 1024 * 1024
 """Largest value of a key: torch's store drops a connection that sends it more than 8 MiB."""
@@ -73,11 +71,7 @@ class Journal:
         return self._is_reader and self._is_open
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a collective of some kind, from `call` or as rank 0 had it.
-
-        Raises:
-            ConfigurationError: rank 0 has called something of another kind here.
-        """
+        """Return the result of a collective, from `call` or as rank 0 had it, if that was of this kind."""
         if not self._is_open:
             return call()
         if self._results is None:
@@ -85,9 +79,8 @@ class Journal:
         if not self._is_reader:
             self._results.append((kind, call()))
             return self._results[-1][1]
-        expected, value = (
-            self._results.pop(0) if self._results else ("nothing more before its first epoch", None)
-        )
+        nothing = ("nothing more before its first epoch", None)
+        expected, value = self._results.pop(0) if self._results else nothing
         if expected != kind:
             raise ConfigurationError(
                 f"on_failure='replace': in a replacement process the script's set-up calls {kind}, where"
@@ -102,13 +95,11 @@ class Journal:
         if self._is_reader or not self._has_ended or calls is None or calls.state.rank != 0:
             return
         data = pickle.dumps(self._results)
-        starts = range(0, len(data), _CHUNK_BYTES)
-        for start in starts:
+        for start in range(0, len(data), _CHUNK_BYTES):
             self._context.store.set(f"{_KEY}/{start}", data[start : start + _CHUNK_BYTES])
         self._context.store.set(_KEY, f"{len(data)} {self._sign(data)}")
 
     def _read(self) -> list[tuple[str, Any]]:
-        """Wait for the results of rank 0, and return them."""
         store = self._context.store
         while not store.check([_KEY]):
             self._context.control.check_whether_late()
@@ -135,16 +126,11 @@ class Handover:
     """
 
     checkpoint: dict[str, Any]
-    shared: dict[str, Any] | None
-    """State of hook and averager."""
-    dealt: list[Any]
-    """Used part of the data, of each loader."""
-    num_batches: int
-    """Number of used batches of this epoch."""
-    metrics: dict[str, Any]
-    """Metrics that callbacks monitor."""
-    saved: list[int | None]
-    """Step of the last checkpoint of each callback; None for callbacks that save none."""
+    shared: dict[str, Any] | None  # state of hook and averager
+    dealt: list[Any]  # used part of the data, of each loader
+    num_batches: int  # number of used batches of this epoch
+    metrics: dict[str, Any]  # metrics that callbacks monitor
+    saved: list[int | None]  # step of the last checkpoint of each callback; None where it saves none
     should_stop: bool
     num_recoveries: int
 
@@ -194,10 +180,7 @@ def seed_generators(*, seed: int, rank: int, step: int) -> None:
 
 
 def share_versions(trainer: Trainer) -> None:
-    """Give the loggers of all ranks the version of those of rank 0, whose place each may take.
-
-    Collective: all ranks must call it.
-    """
+    """Give the loggers of all ranks, which must call it, the version of those of rank 0."""
     versions = trainer.strategy.broadcast([logger_version(logger) for logger in trainer.loggers])
     for logger, version in zip(trainer.loggers, versions, strict=True):
         set_logger_version(logger, version)

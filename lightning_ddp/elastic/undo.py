@@ -20,8 +20,6 @@ from lightning_ddp._lightning import (
 from lightning_ddp.communication import Communication
 from lightning_ddp.ddp.buffers import ModuleSnapshot, copy_states, put_states
 
-__all__ = ["Mark", "PhaseMark", "RandomStates", "models_of_callbacks", "put_scale"]
-
 
 def put_scale(scaler: Any, state: dict[str, Any]) -> None:
     """Give a GradScaler the state from `state_dict`, as between two steps."""
@@ -42,7 +40,6 @@ class RandomStates:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
-        """Put them back."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -80,8 +77,7 @@ class Mark:
         self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
         self.num_batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         """Number of used batches of this epoch."""
-        self.random = RandomStates()
-        """States to be put back last, before the step is repeated."""
+        self.random = RandomStates()  # states to be put back last, before the step is repeated
         self._trainer, self._module = trainer, snapshot
         snapshot.retake()
         self._communication, self._hook = communication, communication.mark()
