@@ -6,6 +6,7 @@ values that a rank has read before, and that differ, are reported.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import warnings
@@ -14,8 +15,6 @@ from typing import Any
 from lightning_ddp.errors import RankMismatchError
 from lightning_ddp.hydra_jobs.handover import BY_PLACE, answer_all, attach, without_files
 from lightning_ddp.hydra_jobs.jobs import jobs
-
-__all__ = ["agree", "give_files_back", "share_job", "withhold_files"]
 
 _KEY = "lightning_ddp/hydra_job"
 _SHOWN = 5
@@ -118,10 +117,13 @@ def _require_same(here: str, there: str, rank: int) -> None:
 
 def withhold_files(config: Any) -> None:
     """Let only rank 0 write `.hydra` and the log file of a job; `give_files_back` restores the settings."""
+    from omegaconf import OmegaConf
+
     if _rank() > 0:
-        job_logging = without_files(_plain(config.hydra.job_logging))
-        jobs().withheld = config.hydra.output_subdir, _plain(config.hydra.job_logging)
-        _set_files(config.hydra, None, job_logging)
+        node = config.hydra.job_logging  # copied, as setting a value changes the existing node
+        job_logging = None if node is None else OmegaConf.to_container(node)
+        jobs().withheld = config.hydra.output_subdir, job_logging
+        _set_files(config.hydra, None, without_files(copy.deepcopy(job_logging)))
 
 
 def give_files_back() -> None:
@@ -139,10 +141,3 @@ def _set_files(hydra: Any, output_subdir: Any, job_logging: Any) -> None:
 
     with read_write(hydra), open_dict(hydra):
         hydra.output_subdir, hydra.job_logging = output_subdir, job_logging
-
-
-def _plain(node: Any) -> Any:
-    """Copy a node to plain containers, as setting a value changes the existing node."""
-    from omegaconf import OmegaConf
-
-    return None if node is None else OmegaConf.to_container(node)

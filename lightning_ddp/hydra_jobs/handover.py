@@ -20,22 +20,6 @@ from typing import IO, Any, NamedTuple
 
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = [
-    "BY_PLACE",
-    "Composition",
-    "Handover",
-    "answer_all",
-    "attach",
-    "detach",
-    "install",
-    "nodes_of",
-    "pack",
-    "read_handover",
-    "task_name",
-    "unpack",
-    "without_files",
-]
-
 _OF_THE_CONFIGURATION = {  # resolvers that depend on the configuration only, which all ranks share
     "hydra",
     "oc.create",
