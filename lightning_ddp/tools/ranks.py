@@ -16,8 +16,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
@@ -253,8 +253,7 @@ def _run_rank(
 class RoundRobin:
     """Turns of replicas, one after the other, so that they share the processors; waiting processes sleep.
 
-    All processes request the same turns in the same order, with `is_mine` for their own turns; `num_ranks`
-    processes share a turn.
+    All processes request the same turns in the same order; `num_ranks` processes share a turn.
     """
 
     def __init__(self, store: Store, num_ranks: int) -> None:
@@ -262,23 +261,21 @@ class RoundRobin:
         self._num_ranks = num_ranks
         self._next = 0
 
-    @contextmanager
-    def take(self, *, is_mine: bool) -> Generator[bool, None, None]:
-        """Wait for the end of the previous turn, if this process takes part; yield `is_mine`.
+    def of(self, items: Iterable[ItemT], mine: Container[ItemT]) -> Iterator[ItemT]:
+        """Yield each of this process's items in its turn, which ends when the next item is requested.
 
         Raises:
             RuntimeError: the previous turn does not end within the timeout of the store.
         """
-        number = self._next
-        self._next += 1
-        if not is_mine:
-            yield False
-            return
-        if number:
-            self._store.wait([f"turn/{number - 1}"])
-        yield True
-        if self._store.add(f"turn/{number}/count", 1) == self._num_ranks:
-            self._store.set(f"turn/{number}", "over")
+        for item in items:
+            number = self._next
+            self._next += 1
+            if item in mine:
+                if number:
+                    self._store.wait([f"turn/{number - 1}"])
+                yield item
+                if self._store.add(f"turn/{number}/count", 1) == self._num_ranks:
+                    self._store.set(f"turn/{number}", "over")
 
 
 def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lightning_ddp.tools import ToolError, held_back
 
@@ -161,6 +161,17 @@ def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ())
                 running.kill()
 
 
+class Commit(NamedTuple):
+    """A step that a rank has committed."""
+
+    moment_s: float
+    """Seconds since the fault; negative before it."""
+    step: int
+    rank: int
+    samples: tuple[int, ...]
+    """Numbers of the samples of its batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FailedRun:
     """Outcome of a script in which a rank failed."""
@@ -179,6 +190,7 @@ class FailedRun:
     """Seconds of each recovery."""
     resumed_s: float | None = None
     """Seconds from the fault to the first step of another rank after it; None if there is none."""
+    commits: tuple[Commit, ...] = ()
 
 
 def run_to_fault(
@@ -211,9 +223,13 @@ def run_to_fault(
         exit_code = running.process.wait() if num_left == 0 else running.process.poll()
         start = running.fault_at()
         told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", running.text)
-        commits = re.findall(r"COMMIT (\d+\.\d+) (\d+)", running.text)
-        after = [float(moment) - start for moment, step in commits if int(step) > more.get("fault_step", 3)]
+        lines = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", running.text, re.MULTILINE)
         regroups = re.findall(r"^REGROUP (\d+\.\d+)$", running.text, re.MULTILINE)
+    commits = tuple(
+        Commit(float(moment) - start, int(step), int(rank), tuple(map(int, samples.split())))
+        for moment, step, rank, samples in lines
+    )
+    after = [commit.moment_s for commit in commits if commit.step > more.get("fault_step", 3)]
     return FailedRun(
         learned_s=tuple(float(moment) - start for _, _, moment in told),
         raised={int(rank): what for rank, what, _ in told},
@@ -222,4 +238,5 @@ def run_to_fault(
         exit_code=exit_code,
         regroups_s=tuple(map(float, regroups)),
         resumed_s=min(after, default=None),
+        commits=commits,
     )
