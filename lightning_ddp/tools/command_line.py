@@ -133,6 +133,6 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def progress_bar(total: int, label: str, *, is_shown: bool = True) -> tqdm[None]:
+def progress_bar(total: int, label: str) -> tqdm[None]:
     """Make a progress bar on standard error, silent if that is no terminal."""
-    return tqdm(total=total, desc=label, file=sys.stderr, disable=None if is_shown else True, leave=False)
+    return tqdm(total=total, desc=label, file=sys.stderr, disable=None, leave=False)
