@@ -19,12 +19,10 @@ from lightning_ddp import BucketedDDP
 
 
 class Workload(NamedTuple):
-    """A model with its batch, on the CPU."""
+    """A model with the same weights on all ranks, and a batch of float32 inputs, on the CPU."""
 
     module: nn.Module
-    """Model in training mode, with the same weights on all ranks."""
     batch: Tensor
-    """float32 inputs; different on each rank."""
 
 
 def build_workload(name: str, *, rank: int) -> Workload:

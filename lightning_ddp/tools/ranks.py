@@ -88,14 +88,12 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 
 
 Worker = Callable[[RankContext, SettingsT], object]
-"""Function that a rank runs: at module level, with a result that JSON can represent."""
 
 
 class _Meeting(NamedTuple):
-    """Store and settings of the ranks."""
+    """Settings of the ranks, with the store's host and port, or its file."""
 
     address: tuple[str, int] | str
-    """Address of the store: host and port, or a file."""
     namespaces: Sequence[str]
     """Network namespace of each rank; empty for that of the parent."""
     world_size: int
@@ -133,11 +131,11 @@ def run_ranks(
     preload: str | None = None,
     start_method: str = "spawn",
 ) -> list[Any]:
-    """Run a worker in new processes that share a process group; leave no process.
+    """Run `worker(context, settings)` in new processes that share a process group; leave no process.
 
     Args:
-        worker: called in each process with `settings`, which must pickle.
-        settings: argument of the worker.
+        worker: function at module level, with a result that JSON can represent.
+        settings: an object that pickles.
         world_size: number of ranks.
         device: "cpu" (gloo), "cuda" (NCCL, one GPU per process) or "cuda:0" (gloo, all share that GPU).
         timeout_s: seconds after which all processes are killed.
@@ -159,15 +157,16 @@ def run_ranks(
     if device == "cuda" and torch.cuda.device_count() < world_size:
         raise ToolError(f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}")
     with ExitStack() as stack:
+        address: tuple[str, int] | str
         if mbit is None:
             opened: Any = store or host_store(timeout_s)
-            meeting = _Meeting((_HOST, opened.port), (), world_size, num_replicas, device, timeout_s, preload)
+            address, namespaces = (_HOST, opened.port), []
         else:  # a file is in no namespace's network
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
-            path = str(Path(folder, "store"))
-            opened = dist.FileStore(path, -1)
-            names = stack.enter_context(shaped_link(mbit))
-            meeting = _Meeting(path, names, world_size, num_replicas, device, timeout_s, preload)
+            address = str(Path(folder, "store"))
+            opened = dist.FileStore(address, -1)
+            namespaces = stack.enter_context(shaped_link(mbit))
+        meeting = _Meeting(address, namespaces, world_size, num_replicas, device, timeout_s, preload)
         _supervise((worker, settings, meeting), opened, start_method, on_progress)
         members = itertools.product(range(num_replicas), range(world_size))
         return [json.loads(opened.get(f"result/{replica}/{rank}")) for replica, rank in members]

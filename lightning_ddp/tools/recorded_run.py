@@ -151,7 +151,10 @@ class RecordSettings(NamedTuple):
 
 
 def record_steps(context: RankContext, settings: RecordSettings) -> None:
-    """Train, and write the last steps of this rank. Collective: all ranks must call it."""
+    """Train, and write the last steps of this rank.
+
+    Collective: all ranks must call it.
+    """
     training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
     wrapped: Any = training.wrapped
     if not settings.communicates:

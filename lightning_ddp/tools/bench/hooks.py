@@ -72,11 +72,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 
 def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
-    """Return for each round and figure the largest value of the ranks.
-
-    >>> merge_ranks([{"a": [{"seconds": 1.0}]}, {"a": [{"seconds": 2.0}]}])
-    {'a': [{'seconds': 2.0}]}
-    """
+    """Return for each round and figure the largest value of the ranks."""
     return {
         name: [
             {key: max(row[key] for row in rows) for key in rows[0]}

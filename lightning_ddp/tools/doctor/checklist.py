@@ -83,11 +83,9 @@ class _Site:
             raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
         if device == "cuda:0":  # each rank is a node of its own, so that all may have that GPU
             more |= {"function": "train_on_nodes", "num_nodes": self.size, "devices": 1, "backend": "gloo"}
-        arguments = {"victim": self.size - 1, "preload": self.settings.preload, **more}
+        arguments = {"victim": self.size - 1, "preload": self.settings.preload, "fault": fault, **more}
         kind, limit_s = device.partition(":")[0], 2 * self.settings.timeout_s
-        return run_to_fault(
-            "custom_ddp", self.size, fault=fault, timeout_s=limit_s, accelerator=kind, **arguments
-        )
+        return run_to_fault("custom_ddp", self.size, timeout_s=limit_s, accelerator=kind, **arguments)
 
 
 @contextmanager
