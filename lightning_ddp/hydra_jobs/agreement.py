@@ -53,7 +53,13 @@ def agree(config: Any) -> None:
     """
     attach(config)  # before the job copies it: the copies share the cache
     if _is_of_torchrun():
-        _read_rank_0(_store_of_agents(_rank()), config, _rank())
+        import torch.distributed as dist  # late, because a job without training may not need it
+
+        from lightning_ddp.comm.barrier import store_of_attempt
+
+        agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = store_of_attempt(agents, rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
+        _read_rank_0(store, config, _rank())
 
 
 def _is_of_torchrun() -> bool:
@@ -66,15 +72,6 @@ def _rank() -> int:
     return max(int(os.environ.get(name) or 0) for name in names)
 
 
-def _store_of_agents(rank: int) -> Any:
-    import torch.distributed as dist  # late, because a job without training may not need it
-
-    from lightning_ddp.comm.barrier import store_of_attempt
-
-    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return store_of_attempt(agents, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-
-
 def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
     """Adopt rank 0's values; return descriptions of values that this process has read differently."""
     jobs().shared, jobs().num_shared = config, jobs().num_shared + 1
@@ -84,7 +81,14 @@ def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
         store.set(key, pickle.dumps((_text_of(config), cache.to_portable())))
         return []
     text, known = pickle.loads(store.get(key))
-    _require_same(_text_of(config), text, rank)
+    mine, theirs = _text_of(config).splitlines(), text.splitlines()
+    if mine != theirs:
+        only_here = [line.strip() for line in mine if line not in theirs][:_SHOWN]
+        only_there = [line.strip() for line in theirs if line not in mine][:_SHOWN]
+        raise RankMismatchError(
+            f"rank {rank} composed another configuration than rank 0: here {only_here}, on rank 0"
+            f" {only_there}. Start the program with the same arguments and files on all nodes."
+        )
     differing = []
     for name, values in known.items():
         for place, value in values.items():
@@ -101,18 +105,6 @@ def _text_of(config: Any) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]))
-
-
-def _require_same(here: str, there: str, rank: int) -> None:
-    if here == there:
-        return
-    mine, theirs = here.splitlines(), there.splitlines()
-    only_here = [line.strip() for line in mine if line not in theirs][:_SHOWN]
-    only_there = [line.strip() for line in theirs if line not in mine][:_SHOWN]
-    raise RankMismatchError(
-        f"rank {rank} composed another configuration than rank 0: here {only_here}, on rank 0 {only_there}."
-        " Start the program with the same arguments and files on all nodes."
-    )
 
 
 def withhold_files(config: Any) -> None:

@@ -208,8 +208,11 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
         if any(lane.spans for lane in lanes):
             draw_lanes(lanes, pictures[1])
         drawn = [picture.read_text(encoding="utf-8") for picture in pictures if picture.exists()]
-    parts = [_medians(recordings, values), _host(recordings), _history(changes)]
-    parts += [svg[svg.index("<svg") :] for svg in drawn]
+    advice = {recording.rank: host_advice(recording.steps) for recording in recordings}
+    lines = "".join(f"<li>rank {rank}: {escape(text)}</li>" for rank, text in advice.items() if text)
+    parts = [_medians(recordings, values)]
+    parts += [f"<h2>GPUs that wait for the host</h2><ul>{lines}</ul>"] if lines else []
+    parts += [_history(changes), *(svg[svg.index("<svg") :] for svg in drawn)]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>svg'
         f"{{width:100%;height:auto}}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
@@ -287,12 +290,6 @@ def host_advice(steps: Sequence[StepRecord]) -> str | None:
     )
     share = statistics.median(shares)
     return f"the host needs {share:.0%} of the time of a step, so the GPU waits for it. " + "; ".join(causes)
-
-
-def _host(recordings: Sequence[Recording]) -> str:
-    found = {recording.rank: host_advice(recording.steps) for recording in recordings}
-    lines = "".join(f"<li>rank {rank}: {escape(text)}</li>" for rank, text in found.items() if text)
-    return f"<h2>GPUs that wait for the host</h2><ul>{lines}</ul>" if lines else ""
 
 
 def _history(changes: Sequence[Change]) -> str:

@@ -247,6 +247,4 @@ def time_fits(
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    functions: dict[str, Any] = {"train": train, "train_on_nodes": train_on_nodes}
-    functions |= {"time_fits": time_fits, "time_import": time_import}
-    functions[given.pop("function", "train")](**given)
+    globals()[given.pop("function", "train")](**given)
