@@ -200,8 +200,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
     problems = []
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-    if missing:
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
         problems.append(
             f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: another launcher's variables were"
             " passed on in part. Unset RANK and WORLD_SIZE, or start with torchrun"
