@@ -87,12 +87,11 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-Worker = Callable[[RankContext, SettingsT], object]
-
-
 class _Meeting(NamedTuple):
-    """Settings of the ranks, with the store's host and port, or its file."""
+    """Arguments of `run_ranks` that the ranks need, with the store's host and port, or its file."""
 
+    worker: Callable[[RankContext, Any], object]
+    settings: Any
     address: tuple[str, int] | str
     namespaces: Sequence[str]
     """Network namespace of each rank; empty for that of the parent."""
@@ -118,7 +117,7 @@ def host_store(timeout_s: float) -> TCPStore:
 
 
 def run_ranks(
-    worker: Worker[SettingsT],
+    worker: Callable[[RankContext, SettingsT], object],
     settings: SettingsT,
     *,
     world_size: int,
@@ -158,28 +157,26 @@ def run_ranks(
         raise ToolError(f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}")
     with ExitStack() as stack:
         address: tuple[str, int] | str
+        namespaces: Sequence[str] = ()
         if mbit is None:
             opened: Any = store or host_store(timeout_s)
-            address, namespaces = (_HOST, opened.port), []
+            address = (_HOST, opened.port)
         else:  # a file is in no namespace's network
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
             address = str(Path(folder, "store"))
             opened = dist.FileStore(address, -1)
             namespaces = stack.enter_context(shaped_link(mbit))
-        meeting = _Meeting(address, namespaces, world_size, num_replicas, device, timeout_s, preload)
-        _supervise((worker, settings, meeting), opened, start_method, on_progress)
+        sizes = world_size, num_replicas
+        meeting = _Meeting(worker, settings, address, namespaces, *sizes, device, timeout_s, preload)
+        _supervise(meeting, opened, start_method, on_progress)
         members = itertools.product(range(num_replicas), range(world_size))
         return [json.loads(opened.get(f"result/{replica}/{rank}")) for replica, rank in members]
 
 
 def _supervise(
-    arguments: tuple[Worker[SettingsT], SettingsT, _Meeting],
-    store: Store,
-    start_method: str,
-    on_progress: Callable[[int], object],
+    meeting: _Meeting, store: Store, start_method: str, on_progress: Callable[[int], object]
 ) -> None:
     """Start the processes, wait for them, and kill those that are left."""
-    meeting = arguments[-1]
     count = meeting.world_size * meeting.num_replicas
     # A store in this process looks up the address of each client, and holds a lock of the C library
     # meanwhile, which a rank that is forked then could never take.
@@ -189,7 +186,7 @@ def _supervise(
     deadline, seen = time.monotonic() + meeting.timeout_s, 0
     try:
         with held_back():
-            context = start_processes(_run_rank, (*arguments, all_made), **started)
+            context = start_processes(_run_rank, (meeting, all_made), **started)
         while not context.join(timeout=_POLL_INTERVAL_S):
             progress = store.add(_PROGRESS_KEY, 0)
             on_progress(progress - seen)
@@ -209,9 +206,7 @@ def _supervise(
             process.join()
 
 
-def _run_rank(
-    index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: _Meeting, all_made: Barrier
-) -> None:
+def _run_rank(index: int, meeting: _Meeting, all_made: Barrier) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handler
     all_made.wait()
     replica, rank = divmod(index, meeting.world_size)
@@ -238,7 +233,7 @@ def _run_rank(
     sizes = {"world_size": meeting.world_size, "num_replicas": meeting.num_replicas}
     context = RankContext(rank=rank, replica=replica, device=device, store=store, **sizes)
     try:
-        store.set(f"result/{replica}/{rank}", json.dumps(worker(context, settings)))
+        store.set(f"result/{replica}/{rank}", json.dumps(meeting.worker(context, meeting.settings)))
         dist.barrier()  # no rank exits while another rank still communicates
     except Exception:
         # Before the group is destroyed, which makes the other ranks fail: the first entry is the cause.
