@@ -60,10 +60,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         ("--device",),
         {"choices": ("cpu", "cuda"), "help": "cpu with gloo, or cuda with NCCL and one GPU per process"},
     ),
-    "models": (
-        ("--models", "--model"),
-        {"choices": MODEL_NAMES, "metavar": "MODEL", "help": MODELS_HELP},
-    ),
+    "models": (("--models", "--model"), {"choices": MODEL_NAMES, "metavar": "MODEL", "help": MODELS_HELP}),
 }
 """Names and arguments for argparse, by option."""
 

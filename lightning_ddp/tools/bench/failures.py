@@ -19,7 +19,7 @@ import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons
@@ -58,24 +58,20 @@ def format_failures(result: Result) -> str:
     for fault, by_strategy in result.extra["runs"].items():
         for strategy, runs in by_strategy.items():
             learned = [seconds for run in runs for seconds in run["learned_s"]]
+            gone_s = result.comparisons[fault][strategy].median
+            num_left = sum(run["num_left"] for run in runs)
+            codes = ", ".join(sorted({str(run["exit_code"]) for run in runs}))
             rows.append(
-                (
-                    fault,
-                    strategy,
-                    f"{len(learned)} of {num_others * len(runs)}",
-                    _seconds(statistics.median, learned, "never"),
-                    _seconds(max, learned, "never"),
-                    result.comparisons[fault][strategy].median,
-                    sum(run["num_left"] for run in runs),
-                    ", ".join(sorted({str(run["exit_code"]) for run in runs})),
-                )
+                (fault, strategy, *_summary(learned, num_others * len(runs)), gone_s, num_left, codes)
             )
     headers = ("fault", "strategy", "others told", "median s", "worst s", "all gone s", "left", "exit")
     return format_table(headers, rows)
 
 
-def _seconds(summary: Callable[[Sequence[float]], float], values: Sequence[float], otherwise: str) -> str:
-    return f"{summary(values):.3f}" if values else otherwise
+def _summary(seconds: Sequence[float], expected: int) -> tuple[str, str, str]:
+    """Return how many of the expected values there are, their median and the largest."""
+    median, worst = (f"{f(seconds):.3f}" if seconds else "never" for f in (statistics.median, max))
+    return f"{len(seconds)} of {expected}", median, worst
 
 
 FAILURES: Final = Benchmark(
@@ -104,11 +100,7 @@ _NUM_TIMED: Final = 100
 _RESTART: Final = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=3")
 _HEALTHY: Final = "step"
 _KILLED: Final = "loss to next step"
-_DURATIONS: Final = {
-    "regroup s": "regroup_s",
-    "full strength s": "full_s",
-    "longest pause s": "pause_s",
-}
+_DURATIONS: Final = {"regroup s": "regroup_s", "full strength s": "full_s", "longest pause s": "pause_s"}
 """Keys of an outcome that may be None, by column."""
 
 
@@ -213,19 +205,12 @@ def format_recovery(result: Result) -> str:
     """Format a row per contender, and the comparison of steps without a failure."""
     rows: list[tuple[str | int | float, ...]] = []
     for name, runs in result.extra["runs"].items():
+        label = f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name
         recovered = [run["seconds"] for run in runs if run["is_recovered"]]
         known = ([run[key] for run in runs if run[key] is not None] for key in _DURATIONS.values())
-        rows.append(
-            (
-                f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name,
-                f"{len(recovered)} of {len(runs)}",
-                _seconds(statistics.median, recovered, "never"),
-                _seconds(max, recovered, "never"),
-                *(_seconds(statistics.median, seconds, "-") for seconds in known),
-                max(run["steps_again"] for run in runs),
-                max(run["samples_lost"] for run in runs),
-            )
-        )
+        medians = (f"{statistics.median(seconds):.3f}" if seconds else "-" for seconds in known)
+        again, lost = (max(run[key] for run in runs) for key in ("steps_again", "samples_lost"))
+        rows.append((label, *_summary(recovered, len(runs)), *medians, again, lost))
     headers = ("a rank is lost", "went on", "median s", "worst s", *_DURATIONS, "steps again", "samples lost")
     healthy = format_comparisons(
         {_HEALTHY: result.comparisons[_HEALTHY]}, (_HEALTHY, "on_failure", "shrink / this"), "ms"
