@@ -70,8 +70,9 @@ def format_failures(result: Result) -> str:
 
 def _summary(seconds: Sequence[float], expected: int) -> tuple[str, str, str]:
     """Return how many of the expected values there are, their median and the largest."""
-    median, worst = (f"{f(seconds):.3f}" if seconds else "never" for f in (statistics.median, max))
-    return f"{len(seconds)} of {expected}", median, worst
+    if not seconds:
+        return f"0 of {expected}", "never", "never"
+    return f"{len(seconds)} of {expected}", f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}"
 
 
 FAILURES: Final = Benchmark(

@@ -120,19 +120,12 @@ def try_in_ranks(
     store = host_store(longest_s)
     # A fork saves the imports, but CUDA, which the search for GPUs initializes, does not support it.
     start_method = "spawn" if settings.device != "cpu" or torch.cuda.is_initialized() else "fork"
+    options: dict[str, Any] = {"start_method": start_method, "preload": settings.preload}
+    options |= {"world_size": settings.world_size, "device": settings.device}
     problem: str | None = None
     try:
-        run_ranks(
-            worker,
-            tuple(names),
-            world_size=settings.world_size,
-            device=settings.device,
-            timeout_s=longest_s,
-            on_progress=_watcher(settings, store, bar),
-            store=store,
-            preload=settings.preload,
-            start_method=start_method,
-        )
+        look = _watcher(settings, store, bar)
+        run_ranks(worker, tuple(names), timeout_s=longest_s, on_progress=look, store=store, **options)
     except ToolError as error:
         problem = shorten(str(error))
     for name in names:
@@ -165,15 +158,11 @@ def _kill_a_rank(settings: Settings) -> Finding:
     victim = settings.world_size - 1
     if not victim:
         return Finding("PASS", KILLED, "not applicable: one rank has no peers")
+    given: dict[str, Any] = {"fault": "kill", "victim": victim, "preload": settings.preload}
+    limit_s = settings.timeout_s * _STARTING / 2
     try:
         found = run_to_fault(
-            "custom_ddp",
-            settings.world_size,
-            fault="kill",
-            victim=victim,
-            timeout_s=settings.timeout_s * _STARTING / 2,
-            accelerator=settings.device,
-            preload=settings.preload,
+            "custom_ddp", settings.world_size, timeout_s=limit_s, accelerator=settings.device, **given
         )
     except ToolError as error:
         return Finding("FAIL", KILLED, shorten(str(error)))
