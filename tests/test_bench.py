@@ -243,13 +243,11 @@ def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list
     """When this process began and ended each of its turns; every order lists the replicas."""
     turns, spans = RoundRobin(context.store, context.world_size), []
     for order in orders:
-        for replica in order:
-            with turns.take(is_mine=replica == context.replica) as is_mine:
-                if is_mine:
-                    start = time.monotonic()
-                    for _ in range(50):  # long enough for turns to overlap, if they do
-                        dist.barrier()
-                    spans.append([start, time.monotonic()])
+        for _ in turns.of(order, [context.replica]):
+            start = time.monotonic()
+            for _ in range(50):  # long enough for turns to overlap, if they do
+                dist.barrier()
+            spans.append([start, time.monotonic()])
     return spans
 
 

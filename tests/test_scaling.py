@@ -46,9 +46,9 @@ def profile_of(*ready: tuple[int, float], end: float = 4.0, rest: float = 0.5) -
 @given(latency_s=st.floats(1e-6, 1e-1), rate=st.floats(1e6, 1e11))
 def test_a_line_is_found_again(latency_s: float, rate: float) -> None:
     sizes = [0, 4096, 1 << 20, 1 << 24]
-    exact = TransferCost(latency_s=latency_s, seconds_per_byte=1 / rate)
-    fitted = TransferCost.fit([(size, exact.seconds(size)) for size in sizes])
-    assert [fitted.seconds(n) for n in sizes] == pytest.approx([exact.seconds(n) for n in sizes], rel=1e-6)
+    exact = [latency_s + size / rate for size in sizes]
+    fitted = TransferCost.fit(list(zip(sizes, exact, strict=True)))
+    assert [fitted.latency_s + n * fitted.seconds_per_byte for n in sizes] == pytest.approx(exact, rel=1e-6)
 
 
 @settings(deadline=None)

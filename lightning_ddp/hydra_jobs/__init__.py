@@ -11,8 +11,6 @@ import types
 
 from lightning_ddp.import_hook import after_import
 
-__all__ = ["install"]
-
 for _name in [name for name in sys.modules if name.startswith("lightning_ddp.")]:
     # A child has loaded some modules before their packages, so set them as attributes of these.
     _owner, _, _leaf = _name.rpartition(".")

@@ -6,6 +6,7 @@ values that a rank has read before, and that differ, are reported.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import warnings
@@ -14,8 +15,6 @@ from typing import Any
 from lightning_ddp.errors import RankMismatchError
 from lightning_ddp.hydra_jobs.handover import BY_PLACE, answer_all, attach, without_files
 from lightning_ddp.hydra_jobs.jobs import jobs
-
-__all__ = ["agree", "give_files_back", "share_job", "withhold_files"]
 
 _KEY = "lightning_ddp/hydra_job"
 _SHOWN = 5
@@ -54,7 +53,13 @@ def agree(config: Any) -> None:
     """
     attach(config)  # before the job copies it: the copies share the cache
     if _is_of_torchrun():
-        _read_rank_0(_store_of_agents(_rank()), config, _rank())
+        import torch.distributed as dist  # late, because a job without training may not need it
+
+        from lightning_ddp.comm.barrier import store_of_attempt
+
+        agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = store_of_attempt(agents, rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
+        _read_rank_0(store, config, _rank())
 
 
 def _is_of_torchrun() -> bool:
@@ -67,15 +72,6 @@ def _rank() -> int:
     return max(int(os.environ.get(name) or 0) for name in names)
 
 
-def _store_of_agents(rank: int) -> Any:
-    import torch.distributed as dist  # late, because a job without training may not need it
-
-    from lightning_ddp.comm.barrier import store_of_attempt
-
-    agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return store_of_attempt(agents, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-
-
 def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
     """Adopt rank 0's values; return descriptions of values that this process has read differently."""
     jobs().shared, jobs().num_shared = config, jobs().num_shared + 1
@@ -85,7 +81,14 @@ def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
         store.set(key, pickle.dumps((_text_of(config), cache.to_portable())))
         return []
     text, known = pickle.loads(store.get(key))
-    _require_same(_text_of(config), text, rank)
+    mine, theirs = _text_of(config).splitlines(), text.splitlines()
+    if mine != theirs:
+        only_here = [line.strip() for line in mine if line not in theirs][:_SHOWN]
+        only_there = [line.strip() for line in theirs if line not in mine][:_SHOWN]
+        raise RankMismatchError(
+            f"rank {rank} composed another configuration than rank 0: here {only_here}, on rank 0"
+            f" {only_there}. Start the program with the same arguments and files on all nodes."
+        )
     differing = []
     for name, values in known.items():
         for place, value in values.items():
@@ -104,24 +107,15 @@ def _text_of(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]))
 
 
-def _require_same(here: str, there: str, rank: int) -> None:
-    if here == there:
-        return
-    mine, theirs = here.splitlines(), there.splitlines()
-    only_here = [line.strip() for line in mine if line not in theirs][:_SHOWN]
-    only_there = [line.strip() for line in theirs if line not in mine][:_SHOWN]
-    raise RankMismatchError(
-        f"rank {rank} composed another configuration than rank 0: here {only_here}, on rank 0 {only_there}."
-        " Start the program with the same arguments and files on all nodes."
-    )
-
-
 def withhold_files(config: Any) -> None:
     """Let only rank 0 write `.hydra` and the log file of a job; `give_files_back` restores the settings."""
+    from omegaconf import OmegaConf
+
     if _rank() > 0:
-        job_logging = without_files(_plain(config.hydra.job_logging))
-        jobs().withheld = config.hydra.output_subdir, _plain(config.hydra.job_logging)
-        _set_files(config.hydra, None, job_logging)
+        node = config.hydra.job_logging  # copied, as setting a value changes the existing node
+        job_logging = None if node is None else OmegaConf.to_container(node)
+        jobs().withheld = config.hydra.output_subdir, job_logging
+        _set_files(config.hydra, None, without_files(copy.deepcopy(job_logging)))
 
 
 def give_files_back() -> None:
@@ -139,10 +133,3 @@ def _set_files(hydra: Any, output_subdir: Any, job_logging: Any) -> None:
 
     with read_write(hydra), open_dict(hydra):
         hydra.output_subdir, hydra.job_logging = output_subdir, job_logging
-
-
-def _plain(node: Any) -> Any:
-    """Copy a node to plain containers, as setting a value changes the existing node."""
-    from omegaconf import OmegaConf
-
-    return None if node is None else OmegaConf.to_container(node)

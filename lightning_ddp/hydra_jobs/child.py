@@ -29,8 +29,6 @@ if __name__ != "__main__":  # as `__main__`, this file loads them and itself by 
     )
     from lightning_ddp.hydra_jobs.jobs import jobs
 
-__all__ = ["handed_job", "run_program"]
-
 
 def _load_early() -> None:
     """Load some modules of the package under their full names, without the package itself."""

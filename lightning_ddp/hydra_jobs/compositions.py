@@ -28,8 +28,6 @@ from lightning_ddp.hydra_jobs.agreement import agree, give_files_back, withhold_
 from lightning_ddp.hydra_jobs.handover import detach
 from lightning_ddp.hydra_jobs.jobs import jobs
 
-__all__ = ["JobCallbacks", "JobLoader"]
-
 _FOLDER = Path(__file__).parents[1] / "conf"
 _PROVIDER = "lightning_ddp"
 _PACKAGE = "lightning_ddp.conf"

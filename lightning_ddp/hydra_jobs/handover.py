@@ -20,22 +20,6 @@ from typing import IO, Any, NamedTuple
 
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = [
-    "BY_PLACE",
-    "Composition",
-    "Handover",
-    "answer_all",
-    "attach",
-    "detach",
-    "install",
-    "nodes_of",
-    "pack",
-    "read_handover",
-    "task_name",
-    "unpack",
-    "without_files",
-]
-
 _OF_THE_CONFIGURATION = {  # resolvers that depend on the configuration only, which all ranks share
     "hydra",
     "oc.create",
@@ -90,16 +74,13 @@ class JobCache(defaultdict[str, dict[Any, Any]]):
 
     def to_portable(self) -> dict[str, dict[Any, Any]]:
         """Return the contents without unpicklable values, which each rank resolves itself."""
-        return {name: _that_pickle(values) for name, values in self.items()}
-
-
-def _that_pickle(values: dict[Any, Any]) -> dict[Any, Any]:
-    kept = {}
-    for key, value in values.items():
-        with contextlib.suppress(Exception):  # classes may raise any error
-            pickle.dumps((key, value))
-            kept[key] = value
-    return kept
+        kept: dict[str, dict[Any, Any]] = {name: {} for name in self}
+        for name, values in self.items():
+            for key, value in values.items():
+                with contextlib.suppress(Exception):  # classes may raise any error
+                    pickle.dumps((key, value))
+                    kept[name][key] = value
+        return kept
 
 
 def attach(config: Any, cache: JobCache | None = None) -> JobCache:

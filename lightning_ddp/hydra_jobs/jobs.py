@@ -16,8 +16,6 @@ from typing import Any
 
 from lightning_ddp.hydra_jobs.handover import Composition, Handover, attach, pack, task_name, unpack
 
-__all__ = ["STARTER", "jobs", "restore"]
-
 STARTER = str(Path(__file__).with_name("child.py"))
 """Program that runs the user's program in a child process."""
 _COMPOSED_WITHIN = timedelta(seconds=120)

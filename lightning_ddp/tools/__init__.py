@@ -22,9 +22,8 @@ class ToolError(LightningDDPError, RuntimeError):
 class _Handler:
     """Handler of SIGTERM that raises `SystemExit` for the first signal and ignores signals after it."""
 
-    def __init__(self) -> None:
-        self.is_held_back = False
-        self.has_come = False
+    is_held_back = False
+    has_come = False
 
     def __call__(self, *_: object) -> None:
         self.has_come = True

@@ -27,9 +27,7 @@ def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
 
 
 positive_int = _number(int, 1, "an integer of at least 1")
-"""Parser for argparse of a positive integer."""
 positive_float = _number(float, 5e-324, "a number above 0")
-"""Parser for argparse of a finite positive number."""
 
 
 def existing_file(text: str) -> str:
@@ -62,10 +60,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         ("--device",),
         {"choices": ("cpu", "cuda"), "help": "cpu with gloo, or cuda with NCCL and one GPU per process"},
     ),
-    "models": (
-        ("--models", "--model"),
-        {"choices": MODEL_NAMES, "metavar": "MODEL", "help": MODELS_HELP},
-    ),
+    "models": (("--models", "--model"), {"choices": MODEL_NAMES, "metavar": "MODEL", "help": MODELS_HELP}),
 }
 """Names and arguments for argparse, by option."""
 
@@ -96,9 +91,6 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
     Unlike the ratio of two medians, pairing by round cancels changes between rounds, such as other load.
 
-    >>> paired_ratio([2.0, 20.0, 3.0], [4.0, 40.0, 4.0])
-    0.5
-
     Raises:
         ValueError: the lengths differ, or there is no sample.
     """
@@ -106,14 +98,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> str:
-    """Lay out rows under headers: numbers right-aligned with three decimals, text left-aligned.
-
-    >>> print(format_table(("model", "ms"), [("a", 1.5), ("longer", 10.0)]))
-    model       ms
-    ------  ------
-    a        1.500
-    longer  10.000
-    """
+    """Lay out rows under headers: numbers right-aligned with three decimals, text left-aligned."""
     cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     numeric = [bool(rows) and not isinstance(rows[0][column], str) for column in range(len(headers))]
@@ -133,6 +118,6 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def progress_bar(total: int, label: str, *, is_shown: bool = True) -> tqdm[None]:
+def progress_bar(total: int, label: str) -> tqdm[None]:
     """Make a progress bar on standard error, silent if that is no terminal."""
-    return tqdm(total=total, desc=label, file=sys.stderr, disable=None if is_shown else True, leave=False)
+    return tqdm(total=total, desc=label, file=sys.stderr, disable=None, leave=False)

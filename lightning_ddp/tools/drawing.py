@@ -39,12 +39,7 @@ def save_panels(
 ) -> None:
     """Draw panels in two columns, each by a function of its axes, and save the picture.
 
-    Args:
-        path: file to write; its suffix is the format.
-        panels: functions that draw, by the title of the panel.
-        title: title of the picture.
-        height: height of a panel in inches.
-        width: width of a panel in inches.
+    `panels` has the functions by title; `height` and `width` are those of a panel in inches.
     """
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]  # an optional dependency
 

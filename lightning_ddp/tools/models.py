@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,12 +20,10 @@ from lightning_ddp import BucketedDDP
 
 
 class Workload(NamedTuple):
-    """A model with its batch, on the CPU."""
+    """A model with the same weights on all ranks, and a batch of float32 inputs, on the CPU."""
 
     module: nn.Module
-    """Model in training mode, with the same weights on all ranks."""
     batch: Tensor
-    """float32 inputs; different on each rank."""
 
 
 def build_workload(name: str, *, rank: int) -> Workload:
@@ -40,15 +39,8 @@ def compute_loss(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def _linear500() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(500):
-        layers += [_scaled_linear(32, nonlinearity="relu"), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def _linear16() -> nn.Module:
-    return nn.Sequential(*(_scaled_linear(1024, nonlinearity="linear") for _ in range(16)))
+def _repeated(times: int, *builders: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(build() for _ in range(times) for build in builders))
 
 
 def _transformer6() -> nn.Module:
@@ -58,14 +50,11 @@ def _transformer6() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
 
 
-def _convbn40() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(40):
-        layers += [nn.Conv2d(32, 32, kernel_size=3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
-    return nn.Sequential(*layers)
+def _conv() -> nn.Module:
+    return nn.Conv2d(32, 32, kernel_size=3, padding=1)
 
 
-def _scaled_linear(features: int, *, nonlinearity: str) -> nn.Linear:
+def _scaled_linear(features: int, nonlinearity: str) -> nn.Module:
     # The default initialization shrinks the signal in each layer; hundreds of layers deep it ends in denormal
     # numbers, whose arithmetic is many times slower and would be what is measured.
     linear = nn.Linear(features, features)
@@ -75,10 +64,10 @@ def _scaled_linear(features: int, *, nonlinearity: str) -> nn.Linear:
 
 
 WORKLOADS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear500": (_linear500, (8, 32)),
-    "linear16": (_linear16, (8, 1024)),
+    "linear500": (partial(_repeated, 500, partial(_scaled_linear, 32, "relu"), nn.ReLU), (8, 32)),
+    "linear16": (partial(_repeated, 16, partial(_scaled_linear, 1024, "linear")), (8, 1024)),
     "transformer6": (_transformer6, (8, 64, 256)),
-    "convbn40": (_convbn40, (8, 32, 16, 16)),
+    "convbn40": (partial(_repeated, 40, _conv, partial(nn.BatchNorm2d, 32), nn.ReLU), (8, 32, 16, 16)),
 }
 """Constructors of the models and shapes of their batches, by name."""
 

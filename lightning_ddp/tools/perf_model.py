@@ -134,29 +134,14 @@ class TransferCost:
     """Duration of a message without bytes, in seconds."""
     seconds_per_byte: float
 
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of a message of `num_bytes`.
-
-        >>> TransferCost(latency_s=1e-3, seconds_per_byte=1e-6).seconds(2000)
-        0.003
-        """
-        return self.latency_s + num_bytes * self.seconds_per_byte
-
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float]]) -> TransferCost:
         """Fit the line with the least sum of squared relative errors and without negative coefficients.
 
-        Relative errors, as the sizes and times of the samples span several magnitudes.
-
-        Args:
-            samples: bytes and seconds of messages; seconds above 0.
+        Relative errors, as the bytes and seconds of the samples span several magnitudes.
 
         Raises:
             ConfigurationError: there is no sample, or one with a time of 0.
-
-        >>> cost = TransferCost.fit([(0, 0.5), (100, 1.0), (300, 2.0)])
-        >>> round(cost.latency_s, 9), round(cost.seconds_per_byte, 9)
-        (0.5, 0.005)
         """
         if not samples or min(seconds for _, seconds in samples) <= 0:
             raise ConfigurationError(f"samples {list(samples)!r}: expected bytes with seconds above 0")
@@ -223,18 +208,11 @@ def schedule(
 ) -> tuple[list[float], float]:
     """Put the collectives of equal ranks on their links, in the given order.
 
-    Args:
-        ready: bytes of each collective, and the second from which it may begin.
-        link: the links.
-        num_ranks: number of ranks, from 1.
-        hook: cost of the hook, whose thread handles one bucket after the other; None for the plain mean.
+    `ready` has the bytes of each collective, and the second from which it may begin. A hook has one thread,
+    which handles one bucket after the other.
 
     Returns:
         The end of each collective, and the CPU seconds of a rank for all of them.
-
-    >>> link = Link(hop=TransferCost(latency_s=0.25, seconds_per_byte=0.01))
-    >>> schedule([(100, 2.0), (100, 3.0)], link, 2)
-    ([3.5, 5.0], 0.0)
     """
     num_in_flight = link.num_in_flight if hook is None else 1
     done_s, total_cpu_s = [0.0] * num_in_flight, 0.0

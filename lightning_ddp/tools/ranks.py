@@ -16,8 +16,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
@@ -87,15 +87,12 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-Worker = Callable[[RankContext, SettingsT], object]
-"""Function that a rank runs: at module level, with a result that JSON can represent."""
-
-
 class _Meeting(NamedTuple):
-    """Store and settings of the ranks."""
+    """Arguments of `run_ranks` that the ranks need, with the store's host and port, or its file."""
 
+    worker: Callable[[RankContext, Any], object]
+    settings: Any
     address: tuple[str, int] | str
-    """Address of the store: host and port, or a file."""
     namespaces: Sequence[str]
     """Network namespace of each rank; empty for that of the parent."""
     world_size: int
@@ -120,7 +117,7 @@ def host_store(timeout_s: float) -> TCPStore:
 
 
 def run_ranks(
-    worker: Worker[SettingsT],
+    worker: Callable[[RankContext, SettingsT], object],
     settings: SettingsT,
     *,
     world_size: int,
@@ -133,11 +130,11 @@ def run_ranks(
     preload: str | None = None,
     start_method: str = "spawn",
 ) -> list[Any]:
-    """Run a worker in new processes that share a process group; leave no process.
+    """Run `worker(context, settings)` in new processes that share a process group; leave no process.
 
     Args:
-        worker: called in each process with `settings`, which must pickle.
-        settings: argument of the worker.
+        worker: function at module level, with a result that JSON can represent.
+        settings: an object that pickles.
         world_size: number of ranks.
         device: "cpu" (gloo), "cuda" (NCCL, one GPU per process) or "cuda:0" (gloo, all share that GPU).
         timeout_s: seconds after which all processes are killed.
@@ -159,28 +156,27 @@ def run_ranks(
     if device == "cuda" and torch.cuda.device_count() < world_size:
         raise ToolError(f"--world-size {world_size} needs as many GPUs, found {torch.cuda.device_count()}")
     with ExitStack() as stack:
+        address: tuple[str, int] | str
+        namespaces: Sequence[str] = ()
         if mbit is None:
             opened: Any = store or host_store(timeout_s)
-            meeting = _Meeting((_HOST, opened.port), (), world_size, num_replicas, device, timeout_s, preload)
+            address = (_HOST, opened.port)
         else:  # a file is in no namespace's network
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_ddp_link_"))
-            path = str(Path(folder, "store"))
-            opened = dist.FileStore(path, -1)
-            names = stack.enter_context(shaped_link(mbit))
-            meeting = _Meeting(path, names, world_size, num_replicas, device, timeout_s, preload)
-        _supervise((worker, settings, meeting), opened, start_method, on_progress)
+            address = str(Path(folder, "store"))
+            opened = dist.FileStore(address, -1)
+            namespaces = stack.enter_context(shaped_link(mbit))
+        sizes = world_size, num_replicas
+        meeting = _Meeting(worker, settings, address, namespaces, *sizes, device, timeout_s, preload)
+        _supervise(meeting, opened, start_method, on_progress)
         members = itertools.product(range(num_replicas), range(world_size))
         return [json.loads(opened.get(f"result/{replica}/{rank}")) for replica, rank in members]
 
 
 def _supervise(
-    arguments: tuple[Worker[SettingsT], SettingsT, _Meeting],
-    store: Store,
-    start_method: str,
-    on_progress: Callable[[int], object],
+    meeting: _Meeting, store: Store, start_method: str, on_progress: Callable[[int], object]
 ) -> None:
     """Start the processes, wait for them, and kill those that are left."""
-    meeting = arguments[-1]
     count = meeting.world_size * meeting.num_replicas
     # A store in this process looks up the address of each client, and holds a lock of the C library
     # meanwhile, which a rank that is forked then could never take.
@@ -190,7 +186,7 @@ def _supervise(
     deadline, seen = time.monotonic() + meeting.timeout_s, 0
     try:
         with held_back():
-            context = start_processes(_run_rank, (*arguments, all_made), **started)
+            context = start_processes(_run_rank, (meeting, all_made), **started)
         while not context.join(timeout=_POLL_INTERVAL_S):
             progress = store.add(_PROGRESS_KEY, 0)
             on_progress(progress - seen)
@@ -210,9 +206,7 @@ def _supervise(
             process.join()
 
 
-def _run_rank(
-    index: int, worker: Worker[SettingsT], settings: SettingsT, meeting: _Meeting, all_made: Barrier
-) -> None:
+def _run_rank(index: int, meeting: _Meeting, all_made: Barrier) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handler
     all_made.wait()
     replica, rank = divmod(index, meeting.world_size)
@@ -239,7 +233,7 @@ def _run_rank(
     sizes = {"world_size": meeting.world_size, "num_replicas": meeting.num_replicas}
     context = RankContext(rank=rank, replica=replica, device=device, store=store, **sizes)
     try:
-        store.set(f"result/{replica}/{rank}", json.dumps(worker(context, settings)))
+        store.set(f"result/{replica}/{rank}", json.dumps(meeting.worker(context, meeting.settings)))
         dist.barrier()  # no rank exits while another rank still communicates
     except Exception:
         # Before the group is destroyed, which makes the other ranks fail: the first entry is the cause.
@@ -253,8 +247,7 @@ def _run_rank(
 class RoundRobin:
     """Turns of replicas, one after the other, so that they share the processors; waiting processes sleep.
 
-    All processes request the same turns in the same order, with `is_mine` for their own turns; `num_ranks`
-    processes share a turn.
+    All processes request the same turns in the same order; `num_ranks` processes share a turn.
     """
 
     def __init__(self, store: Store, num_ranks: int) -> None:
@@ -262,23 +255,21 @@ class RoundRobin:
         self._num_ranks = num_ranks
         self._next = 0
 
-    @contextmanager
-    def take(self, *, is_mine: bool) -> Generator[bool, None, None]:
-        """Wait for the end of the previous turn, if this process takes part; yield `is_mine`.
+    def of(self, items: Iterable[ItemT], mine: Container[ItemT]) -> Iterator[ItemT]:
+        """Yield each of this process's items in its turn, which ends when the next item is requested.
 
         Raises:
             RuntimeError: the previous turn does not end within the timeout of the store.
         """
-        number = self._next
-        self._next += 1
-        if not is_mine:
-            yield False
-            return
-        if number:
-            self._store.wait([f"turn/{number - 1}"])
-        yield True
-        if self._store.add(f"turn/{number}/count", 1) == self._num_ranks:
-            self._store.set(f"turn/{number}", "over")
+        for item in items:
+            number = self._next
+            self._next += 1
+            if item in mine:
+                if number:
+                    self._store.wait([f"turn/{number - 1}"])
+                yield item
+                if self._store.add(f"turn/{number}/count", 1) == self._num_ranks:
+                    self._store.set(f"turn/{number}", "over")
 
 
 def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:

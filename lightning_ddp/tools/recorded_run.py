@@ -13,12 +13,11 @@ import socket
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.telemetry.step_record import StepRecord
@@ -70,7 +69,6 @@ class Timeline:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options of `timeline`."""
         parser.add_argument("folder", nargs="?", type=Path, help=_FOLDER_HELP)
         text = "Chrome trace file to write (default: %(default)s)"
         parser.add_argument("--trace", type=output_path, default="timeline.json", metavar="PATH", help=text)
@@ -83,7 +81,6 @@ class Timeline:
         add_shared(parser, world_size=2, device="cpu", timeout_s=300.0)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Write trace and picture, and print one line per rank; return the exit status 0."""
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.folder
             if folder is None:
@@ -143,45 +140,31 @@ def _draw_lanes(lanes: Sequence[Lane], axes: Any) -> None:
     axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(keys))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordSettings:
-    """Settings of `record_steps`."""
+class RecordSettings(NamedTuple):
+    """Settings of `record_steps`, which records `num_steps` steps in a folder."""
 
     model: str
     folder: str
-    """Folder for the files of the ranks."""
     num_steps: int
-    """Number of recorded steps."""
     communicates: bool = True
-    """True to average gradients; False to record the computation of each rank alone."""
+    """False to record the computation of each rank alone, without averages of gradients."""
 
 
-def record_steps(context: RankContext, settings: RecordSettings) -> list[list[tuple[int, ...]]]:
+def record_steps(context: RankContext, settings: RecordSettings) -> None:
     """Train, and write the last steps of this rank.
-
-    Returns the shapes of the parameters of each bucket, if gradients are not averaged.
 
     Collective: all ranks must call it.
     """
     training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
     wrapped: Any = training.wrapped
-    shapes: dict[int, list[tuple[int, ...]]] = {}
-    hook = build_hook("noop", wrapped.process_group, context.device)
-
-    def look(state: object, bucket: Any) -> Any:
-        shapes[bucket.index()] = [tuple(parameter.shape) for parameter in bucket.parameters()]
-        return hook(None, bucket)
-
     if not settings.communicates:
-        wrapped.register_comm_hook(None, look)
+        wrapped.register_comm_hook(None, build_hook("noop", wrapped.process_group, context.device))
     recorder = wrapped.record_steps(settings.num_steps)
     for _ in range(_NUM_WARMUP_STEPS + settings.num_steps):
         training.step()
         synchronize(context.device)  # on CUDA a step is kept once the device has finished it
-    size, steps = context.world_size, list(recorder.records)
-    recording = Recording(rank=context.rank, world_size=size, host=socket.gethostname(), steps=steps)
-    save(Path(settings.folder), recording)
-    return [found for _, found in sorted(shapes.items())]
+    where: dict[str, Any] = {"rank": context.rank, "world_size": context.world_size}
+    save(Path(settings.folder), Recording(**where, host=socket.gethostname(), steps=list(recorder.records)))
 
 
 # ---------------------------------------------------------------------- the page of a run
@@ -191,13 +174,11 @@ class Report:
     """Write one HTML page about a recorded run: steps, exposed communication, late and lost ranks, bytes."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options of `report`."""
         parser.add_argument("folder", type=Path, help=_FOLDER_HELP)
         text = "HTML page to write (default: %(default)s)"
         parser.add_argument("--page", type=output_path, default="report.html", metavar="PATH", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Write the page; return the exit status 0."""
         recordings = load_folder(args.folder)
         if not all(recording.steps for recording in recordings):
             raise ToolError(f"{args.folder}: a rank has recorded no step")
@@ -217,13 +198,9 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
     missing = f"; {size - len(recordings)} ranks have no file" if size > len(recordings) else ""
     heading = f"Run {escape(title)}: {size} ranks, steps {first} to {last}{missing}"
     changes = max((recording.changes for recording in recordings), key=len)
-    late = _late_ms(recordings)
-    values = {recording.rank: _values(recording, late[recording.rank]) for recording in recordings}
+    values = _values(recordings)
     steps = [change.step for change in changes if first <= change.step <= last]
-    charts = {
-        name: partial(_draw_series, {rank: of[name] for rank, of in values.items()}, steps)
-        for name in values[recordings[0].rank]
-    }
+    charts = {name: partial(_draw_series, of, steps) for name, of in values.items()}
     lanes = lanes_of(recordings[:_MOST_RANKS], num_steps=_NUM_STEPS)
     with tempfile.TemporaryDirectory() as scratch:
         pictures = [Path(scratch, "charts.svg"), Path(scratch, "timeline.svg")]
@@ -231,41 +208,43 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
         if any(lane.spans for lane in lanes):
             draw_lanes(lanes, pictures[1])
         drawn = [picture.read_text(encoding="utf-8") for picture in pictures if picture.exists()]
-    parts = [
-        _medians(recordings, values),
-        _host(recordings),
-        _history(changes),
-        *(svg[svg.index("<svg") :] for svg in drawn),
-    ]
+    advice = {recording.rank: host_advice(recording.steps) for recording in recordings}
+    lines = "".join(f"<li>rank {rank}: {escape(text)}</li>" for rank, text in advice.items() if text)
+    parts = [_medians(recordings, values)]
+    parts += [f"<h2>GPUs that wait for the host</h2><ul>{lines}</ul>"] if lines else []
+    parts += [_history(changes), *(svg[svg.index("<svg") :] for svg in drawn)]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>svg'
         f"{{width:100%;height:auto}}</style></head><body><h1>{heading}</h1>{''.join(parts)}</body></html>\n"
     )
 
 
-def _values(recording: Recording, late_ms: Points) -> dict[str, Points]:
-    """Return what the page tells of each step of a rank, by title with the unit."""
-    steps = recording.steps
+def _values(recordings: Sequence[Recording]) -> dict[str, dict[int, Points]]:
+    """Return the values of each step by rank, by title with the unit."""
+    by_rank = {recording.rank: recording.steps for recording in recordings}
+    common = sorted(set.intersection(*({step.step for step in steps} for steps in by_rank.values())))
+    slacks = {r: [step.slack_ns for step in steps if step.step in common] for r, steps in by_rank.items()}
     return {
-        "step (ms)": [
-            (step.step, (after.forward_start - step.forward_start) / _NS_PER_MS)
-            for step, after in pairwise(steps)
-            if after.step == step.step + 1 and None not in (step.forward_start, after.forward_start)
-        ],
-        "exposed communication (ms)": [(step.step, 1e3 * step.exposed_s) for step in steps],
-        "late (ms)": late_ms,
-        "averaged gradients (MB)": [(s.step, s.num_bytes / _MB) for s in steps],
+        "step (ms)": {rank: _durations(steps) for rank, steps in by_rank.items()},
+        "exposed communication (ms)": {
+            r: [(s.step, 1e3 * s.exposed_s) for s in of] for r, of in by_rank.items()
+        },
+        "late (ms)": {
+            rank: [(n, late / _NS_PER_MS) for n, late in zip(common, values, strict=True) if late is not None]
+            for rank, values in lateness(slacks).items()
+        },
+        "averaged gradients (MB)": {
+            r: [(s.step, s.num_bytes / _MB) for s in of] for r, of in by_rank.items()
+        },
     }
 
 
-def _late_ms(recordings: Sequence[Recording]) -> dict[int, Points]:
-    """Return the delays of each rank's gradients after the first rank's, by rank."""
-    common = sorted(set.intersection(*({step.step for step in r.steps} for r in recordings)))
-    slacks = {r.rank: [step.slack_ns for step in r.steps if step.step in common] for r in recordings}
-    return {
-        rank: [(n, late / _NS_PER_MS) for n, late in zip(common, values, strict=True) if late is not None]
-        for rank, values in lateness(slacks).items()
-    }
+def _durations(steps: Sequence[StepRecord]) -> Points:
+    return [
+        (step.step, (after.forward_start - step.forward_start) / _NS_PER_MS)
+        for step, after in pairwise(steps)
+        if after.step == step.step + 1 and None not in (step.forward_start, after.forward_start)
+    ]
 
 
 def _draw_series(by_rank: Mapping[int, Points], changes: Sequence[int], axes: Any) -> None:
@@ -280,14 +259,14 @@ def _draw_series(by_rank: Mapping[int, Points], changes: Sequence[int], axes: An
     axes.legend(fontsize="small", ncols=4)
 
 
-def _medians(recordings: Sequence[Recording], values: Mapping[int, Mapping[str, Points]]) -> str:
+def _medians(recordings: Sequence[Recording], values: Mapping[str, Mapping[int, Points]]) -> str:
     rows = []
     for recording in recordings:
-        columns = ([value for _, value in points] for points in values[recording.rank].values())
+        columns = ([value for _, value in by_rank[recording.rank]] for by_rank in values.values())
         cells = (f"{statistics.median(column):.2f}" if column else "-" for column in columns)
         rows.append((str(recording.rank), recording.host, *cells))
-    names = ("rank", "host", *values[recordings[0].rank])
-    return f"<h2>Medians of the recorded steps</h2><pre>{escape(format_table(names, rows))}</pre>"
+    table = format_table(("rank", "host", *values), rows)
+    return f"<h2>Medians of the recorded steps</h2><pre>{escape(table)}</pre>"
 
 
 def host_advice(steps: Sequence[StepRecord]) -> str | None:
@@ -311,12 +290,6 @@ def host_advice(steps: Sequence[StepRecord]) -> str | None:
     )
     share = statistics.median(shares)
     return f"the host needs {share:.0%} of the time of a step, so the GPU waits for it. " + "; ".join(causes)
-
-
-def _host(recordings: Sequence[Recording]) -> str:
-    found = {recording.rank: host_advice(recording.steps) for recording in recordings}
-    lines = "".join(f"<li>rank {rank}: {escape(text)}</li>" for rank, text in found.items() if text)
-    return f"<h2>GPUs that wait for the host</h2><ul>{lines}</ul>" if lines else ""
 
 
 def _history(changes: Sequence[Change]) -> str:

@@ -16,19 +16,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lightning_ddp.tools import ToolError, held_back
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 """Folder from which a script imports this package."""
-
 TRAINING: Final = Path(__file__).with_name("training_script.py")
-"""Path of the training script."""
-
 STRATEGIES: Final = ("custom_ddp", "ddp")
 """Strategies to compare: this package's and Lightning's."""
-
 RUN: Final = ("-m", "lightning_ddp", "run")
 """Arguments of the interpreter for the launcher of this package."""
 
@@ -83,13 +79,6 @@ class _Script:
         found = re.search(rf"^{mark} (.*)$", self.text, re.MULTILINE)
         return found and found[1]
 
-    def fault_at(self) -> float:
-        """Return the time at which the victim failed."""
-        found = re.search(r"FAULT (\d+\.\d+)", self.text)
-        if found is None:
-            raise self.failed("reached no fault")
-        return float(found[1])
-
     def run_to(self, mark: str, timeout_s: float, *, ends_there: bool = False) -> str:
         """Wait for the script's end, or with `ends_there` for a line; return the rest of the line.
 
@@ -99,8 +88,7 @@ class _Script:
         while self.process.poll() is None and not (ends_there and self.value_of(mark)):
             if time.time() > self.started_at + timeout_s:
                 raise self.failed(f"was still running after {timeout_s:g} s")
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_POLL_S)
+            time.sleep(_POLL_S)
         status, found = self.process.poll(), self.value_of(mark)
         if status:
             raise self.failed(f"ended with status {status}")
@@ -111,19 +99,15 @@ class _Script:
     def memory_mib(self) -> float:
         """Return the memory of the session in MiB; a page shared by several processes counts once."""
         total = 0
-        for folder in self._alive():
+        for folder in self.alive():
             with suppress(OSError):  # it has ended meanwhile
                 found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
                 total += int(found[1]) if found else 0
         return total / 1024
 
-    def num_alive(self) -> int:
-        """Return the number of living processes of the session, the script included."""
+    def alive(self) -> list[Path]:
+        """Return the folders in `/proc` of the living processes of the session, the script included."""
         self.process.poll()  # reaps the script, which would be a zombie otherwise
-        return len(self._alive())
-
-    def _alive(self) -> list[Path]:
-        """Return the folders in `/proc` of the living processes of the session."""
         alive = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it ended meanwhile
@@ -140,7 +124,7 @@ class _Script:
             return  # the usual case: no process is left
         self.process.wait()
         deadline = time.monotonic() + _DEATH_S
-        while self.num_alive() > 0 and time.monotonic() < deadline:
+        while self.alive() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
@@ -161,6 +145,15 @@ def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ())
                 running.kill()
 
 
+class Commit(NamedTuple):
+    """A step that a rank has committed, in seconds since the fault, with the samples of its batch."""
+
+    moment_s: float
+    step: int
+    rank: int
+    samples: list[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FailedRun:
     """Outcome of a script in which a rank failed."""
@@ -175,45 +168,40 @@ class FailedRun:
     """Number of processes that were left at the deadline."""
     exit_code: int | None
     """Exit code of the script; None if it did not end."""
-    regroups_s: tuple[float, ...] = ()
+    regroups_s: tuple[float, ...]
     """Seconds of each recovery."""
-    resumed_s: float | None = None
+    resumed_s: float | None
     """Seconds from the fault to the first step of another rank after it; None if there is none."""
+    commits: list[Commit]
 
 
 def run_to_fault(
-    strategy: str,
-    world_size: int,
-    *,
-    fault: str,
-    victim: int,
-    timeout_s: float,
-    accelerator: str = "cpu",
-    preload: str | None = None,
-    launcher: Sequence[str] = (),
-    **more: Any,
+    strategy: str, world_size: int, *, timeout_s: float, launcher: Sequence[str] = (), **arguments: Any
 ) -> FailedRun:
-    """Train with one of `STRATEGIES` until the victim fails and all processes have exited.
+    """Train with one of `STRATEGIES` until the victim fails and all processes have exited; leave none.
 
-    The fault is one of those of the script, which gets `more` as well. All of it has `2 * timeout_s` seconds.
-    Each rank runs the file `preload` first. Leaves no process.
+    The arguments are those of `train` in the script, at least `fault` and `victim`. All of it has
+    `2 * timeout_s` seconds.
 
     Raises:
         ToolError: the script did not reach the fault.
     """
-    arguments = {"strategy": strategy, "devices": world_size, "package_root": str(PACKAGE_ROOT)}
-    arguments |= {"fault": fault, "victim": victim, "accelerator": accelerator, "preload": preload}
+    common = {"strategy": strategy, "devices": world_size, "package_root": str(PACKAGE_ROOT), "num_steps": 64}
     deadline = time.monotonic() + 2 * timeout_s
-    with started(TRAINING, {"num_steps": 64, **arguments, **more}, launcher) as running:
-        while running.num_alive() > 0 and time.monotonic() < deadline:
+    with started(TRAINING, {**common, **arguments}, launcher) as running:
+        while running.alive() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        gone, num_left = time.time(), running.num_alive()
+        gone, num_left, text = time.time(), len(running.alive()), running.text
         exit_code = running.process.wait() if num_left == 0 else running.process.poll()
-        start = running.fault_at()
-        told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", running.text)
-        commits = re.findall(r"COMMIT (\d+\.\d+) (\d+)", running.text)
-        after = [float(moment) - start for moment, step in commits if int(step) > more.get("fault_step", 3)]
-        regroups = re.findall(r"^REGROUP (\d+\.\d+)$", running.text, re.MULTILINE)
+        fault_line = re.search(r"FAULT (\d+\.\d+)", text)
+        if fault_line is None:
+            raise running.failed("reached no fault")
+    start = float(fault_line[1])
+    told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", text)
+    regroups = re.findall(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
+    lines = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", text, re.MULTILINE)
+    commits = [Commit(float(at) - start, int(step), int(rank), ids.split()) for at, step, rank, ids in lines]
+    after = [commit.moment_s for commit in commits if commit.step > arguments.get("fault_step", 3)]
     return FailedRun(
         learned_s=tuple(float(moment) - start for _, _, moment in told),
         raised={int(rank): what for rank, what, _ in told},
@@ -222,4 +210,5 @@ def run_to_fault(
         exit_code=exit_code,
         regroups_s=tuple(map(float, regroups)),
         resumed_s=min(after, default=None),
+        commits=commits,
     )

@@ -49,7 +49,7 @@ def train(
 ) -> None:
     """Train, and print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time.
 
-    The victim, with `num_victims - 1` ranks before it, fails once by `fault`, one of `_FAULTS`, in step
+    The victim, with `num_victims - 1` ranks before it, fails once by `fault` as in `_fail`, in step
     `fault_step`: before it ("idle"), in it ("forward", "backward", "all-reduce", "optimizer"), or at the
     "start" of the script. With `on_failure`, or a folder for a checkpoint of each step from which it resumes,
     all ranks print `COMMIT` with the time, the step and the samples of each batch. Steps last `step_s` until
@@ -143,11 +143,8 @@ def train(
     _fit(Probe(), devices, num_steps, resumed=resumed, **options)
 
 
-_FAULTS = ("exception", "kill", "stop", "memory", "address")
-
-
 def _fail(fault: str | None, device: Any) -> None:
-    """Fail by one of `_FAULTS`; with "memory" and "address" as a GPU does."""
+    """Fail by "exception", "kill", "stop"; with "memory" and "address" as a GPU does."""
     import torch
 
     _say(f"FAULT {time.time():.6f}")
@@ -250,6 +247,4 @@ def time_fits(
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    functions: dict[str, Any] = {"train": train, "train_on_nodes": train_on_nodes}
-    functions |= {"time_fits": time_fits, "time_import": time_import}
-    functions[given.pop("function", "train")](**given)
+    globals()[given.pop("function", "train")](**given)

@@ -53,8 +53,6 @@ def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[s
 
 @dataclass(kw_only=True)
 class Result:
-    """Result of a benchmark."""
-
     samples: Samples = field(default_factory=dict)
     references: Mapping[str, str] | str = ""
     """Reference contender, of all subjects or by subject."""
@@ -96,7 +94,6 @@ class Benchmark:
     options: Callable[[argparse.ArgumentParser], None]
     """Function that declares the options, besides `--json` and `--plot`."""
     measure: Callable[[argparse.Namespace], Result]
-    """Function that measures."""
     table: Callable[[Result], str]
     """Function that formats the printed table."""
     draw: Callable[..., None] = draw_medians
@@ -105,7 +102,6 @@ class Benchmark:
     """Title of the picture."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
         self.options(parser)
         for name, kind, text in (
             ("--json", output_path, "write all samples and the summary to this file"),
@@ -133,10 +129,7 @@ class Benchmark:
         return 0
 
     def _report(self, result: Result) -> dict[str, object]:
-        figures = {
-            subject: {name: asdict(comparison) for name, comparison in contenders.items()}
-            for subject, contenders in result.comparisons.items()
-        }
+        figures = {s: {name: asdict(of) for name, of in by.items()} for s, by in result.comparisons.items()}
         return {
             "benchmark": self.name,
             "environment": {

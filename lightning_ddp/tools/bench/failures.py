@@ -17,12 +17,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import statistics
-import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any, Final
 
 from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons
@@ -44,7 +41,7 @@ def _measure_failures(args: argparse.Namespace) -> Result:
                     strategy, args.world_size, fault=fault, victim=victim, timeout_s=args.timeout_s
                 )
                 of_strategy = runs.setdefault(f"{fault}, {place} rank", {}).setdefault(strategy, [])
-                of_strategy.append(vars(run))
+                of_strategy.append({name: value for name, value in vars(run).items() if name != "commits"})
                 bar.update()
     return Result(
         samples={c: {name: [r["gone_s"] for r in of] for name, of in by.items()} for c, by in runs.items()},
@@ -61,24 +58,21 @@ def format_failures(result: Result) -> str:
     for fault, by_strategy in result.extra["runs"].items():
         for strategy, runs in by_strategy.items():
             learned = [seconds for run in runs for seconds in run["learned_s"]]
+            gone_s = result.comparisons[fault][strategy].median
+            num_left = sum(run["num_left"] for run in runs)
+            codes = ", ".join(sorted({str(run["exit_code"]) for run in runs}))
             rows.append(
-                (
-                    fault,
-                    strategy,
-                    f"{len(learned)} of {num_others * len(runs)}",
-                    _seconds(statistics.median, learned, "never"),
-                    _seconds(max, learned, "never"),
-                    result.comparisons[fault][strategy].median,
-                    sum(run["num_left"] for run in runs),
-                    ", ".join(sorted({str(run["exit_code"]) for run in runs})),
-                )
+                (fault, strategy, *_summary(learned, num_others * len(runs)), gone_s, num_left, codes)
             )
     headers = ("fault", "strategy", "others told", "median s", "worst s", "all gone s", "left", "exit")
     return format_table(headers, rows)
 
 
-def _seconds(summary: Callable[[Sequence[float]], float], values: Sequence[float], otherwise: str) -> str:
-    return f"{summary(values):.3f}" if values else otherwise
+def _summary(seconds: Sequence[float], expected: int) -> tuple[str, str, str]:
+    """Return how many of the expected values there are, their median and the largest."""
+    if not seconds:
+        return f"0 of {expected}", "never", "never"
+    return f"{len(seconds)} of {expected}", f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}"
 
 
 FAILURES: Final = Benchmark(
@@ -107,11 +101,7 @@ _NUM_TIMED: Final = 100
 _RESTART: Final = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=3")
 _HEALTHY: Final = "step"
 _KILLED: Final = "loss to next step"
-_DURATIONS: Final = {
-    "regroup s": "regroup_s",
-    "full strength s": "full_s",
-    "longest pause s": "pause_s",
-}
+_DURATIONS: Final = {"regroup s": "regroup_s", "full strength s": "full_s", "longest pause s": "pause_s"}
 """Keys of an outcome that may be None, by column."""
 
 
@@ -150,70 +140,44 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
     """
     is_replaced = name in ("replace", "cold")
     num_steps = _NUM_STEPS_TO_REPLACE if is_replaced else _NUM_STEPS
+    arguments: dict[str, Any] = {
+        "on_failure": "replace" if is_replaced else "shrink",
+        "num_steps": num_steps,
+        "fault_step": _FAULT_STEP,
+        "step_s": _STEP_S,
+        "stall_s": _STALL_S if name == "stalled" else None,
+        "launcher": () if name == "cold" else RUN,
+    }
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_recovery_") as folder:
-        arguments: dict[str, Any] = {
-            "strategy": "custom_ddp",
-            "on_failure": "replace" if is_replaced else "shrink",
-            "devices": world_size,
-            "package_root": str(PACKAGE_ROOT),
-            "num_steps": num_steps,
-            "fault": "stop" if name == "stalled" else "kill",
-            "fault_step": _FAULT_STEP,
-            "victim": world_size - 1,
-            "step_s": _STEP_S,
-            "stall_s": _STALL_S if name == "stalled" else None,
-        }
-        launcher: Sequence[str] = () if name == "cold" else RUN
         if name == "restart":
-            arguments |= {"strategy": "ddp", "on_failure": None, "folder": folder}
             launcher = (*_RESTART, f"--nproc-per-node={world_size}")
-        with started(TRAINING, arguments, launcher) as running:
-            with suppress(subprocess.TimeoutExpired):  # a hang: the output so far counts
-                running.process.wait(timeout_s)
-            fault, text = running.fault_at(), running.text
-    commits = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", text, re.MULTILINE)
-    regroup = re.search(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
-    found = _outcome(commits, fault, world_size, timeout_s, num_steps)
-    return {**found, "regroup_s": float(regroup[1]) if regroup else None}
-
-
-def _outcome(
-    commits: Sequence[tuple[str, str, str, str]],
-    fault: float,
-    world_size: int,
-    timeout_s: float,
-    num_steps: int = _NUM_STEPS,
-) -> dict[str, Any]:
-    """Compute the outcome from the printed lines.
-
-    >>> lines = [("1.0", "1", "0", "0"), ("3.5", "2", "0", "1")]
-    >>> _outcome(lines, 2.0, 1, 9.0)["seconds"]
-    1.5
-    >>> lines += [("3.6", "3", "0", "2"), ("3.9", "4", "0", "3"), ("4.0", "4", "1", "4")]
-    >>> found = _outcome(lines, 2.0, 2, 9.0)
-    >>> found["full_s"], round(found["pause_s"], 1)
-    (2.0, 0.3)
-    """
-    first, last = (
-        [(float(moment), int(step)) for moment, step, rank, _ in commits if int(rank) == wanted]
-        for wanted in (0, world_size - 1)
-    )
-    before = max((step for moment, step in first if moment <= fault), default=0)
-    after = [moment - fault for moment, step in first if moment > fault and step > before]
-    full = min(((moment, step) for moment, step in last if moment > fault and step > before), default=None)
+            arguments |= {"on_failure": None, "folder": folder, "launcher": launcher}
+        run = run_to_fault(
+            "ddp" if name == "restart" else "custom_ddp",
+            world_size,
+            fault="stop" if name == "stalled" else "kill",
+            victim=world_size - 1,
+            timeout_s=timeout_s / 2,
+            **arguments,
+        )
+    first, last = ([c for c in run.commits if c.rank == rank] for rank in (0, world_size - 1))
+    before = max((commit.step for commit in first if commit.moment_s <= 0), default=0)
+    after = [commit.moment_s for commit in first if commit.moment_s > 0 and commit.step > before]
+    full = min((commit for commit in last if commit.moment_s > 0 and commit.step > before), default=None)
     pauses = [
-        later - sooner
-        for (sooner, step), (later, next_step) in itertools.pairwise(first)
-        if full is not None and before < step and next_step <= full[1]
+        later.moment_s - sooner.moment_s
+        for sooner, later in itertools.pairwise(first)
+        if full is not None and before < sooner.step and later.step <= full.step
     ]
-    used = {number for *_, ids in commits for number in ids.split()}
+    used = {sample for commit in run.commits for sample in commit.samples}
     return {
         "seconds": min(after, default=timeout_s),
         "is_recovered": bool(after),
-        "steps_again": len(first) - len({step for _, step in first}),
+        "steps_again": len(first) - len({commit.step for commit in first}),
         "samples_lost": world_size * num_steps - len(used),
-        "full_s": None if full is None else full[0] - fault,
+        "full_s": None if full is None else full.moment_s,
         "pause_s": max(pauses, default=None),
+        "regroup_s": next(iter(run.regroups_s), None),
     }
 
 
@@ -242,19 +206,12 @@ def format_recovery(result: Result) -> str:
     """Format a row per contender, and the comparison of steps without a failure."""
     rows: list[tuple[str | int | float, ...]] = []
     for name, runs in result.extra["runs"].items():
+        label = f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name
         recovered = [run["seconds"] for run in runs if run["is_recovered"]]
         known = ([run[key] for run in runs if run[key] is not None] for key in _DURATIONS.values())
-        rows.append(
-            (
-                f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name,
-                f"{len(recovered)} of {len(runs)}",
-                _seconds(statistics.median, recovered, "never"),
-                _seconds(max, recovered, "never"),
-                *(_seconds(statistics.median, seconds, "-") for seconds in known),
-                max(run["steps_again"] for run in runs),
-                max(run["samples_lost"] for run in runs),
-            )
-        )
+        medians = (f"{statistics.median(seconds):.3f}" if seconds else "-" for seconds in known)
+        again, lost = (max(run[key] for run in runs) for key in ("steps_again", "samples_lost"))
+        rows.append((label, *_summary(recovered, len(runs)), *medians, again, lost))
     headers = ("a rank is lost", "went on", "median s", "worst s", *_DURATIONS, "steps again", "samples lost")
     healthy = format_comparisons(
         {_HEALTHY: result.comparisons[_HEALTHY]}, (_HEALTHY, "on_failure", "shrink / this"), "ms"

@@ -72,11 +72,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 
 def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
-    """Return for each round and figure the largest value of the ranks.
-
-    >>> merge_ranks([{"a": [{"seconds": 1.0}]}, {"a": [{"seconds": 2.0}]}])
-    {'a': [{'seconds': 2.0}]}
-    """
+    """Return for each round and figure the largest value of the ranks."""
     return {
         name: [
             {key: max(row[key] for row in rows) for key in rows[0]}
@@ -87,12 +83,10 @@ def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
 
 
 def median(rows: Sequence[Mapping[str, float]], key: str) -> float:
-    """Return the median of a figure over the rounds."""
     return statistics.median(row[key] for row in rows)
 
 
 def format_links(result: Result) -> str:
-    """Format a table for each link."""
     parts = []
     for link, comparisons in result.comparisons.items():
         table: list[tuple[str | float, ...]] = []
@@ -106,11 +100,10 @@ def format_links(result: Result) -> str:
 
 
 class HookSettings(NamedTuple):
-    """Settings of `time_hooks`, which measures in rounds in which contenders take turns."""
+    """Settings of `time_hooks`: as in `CONTENDERS`, which take turns in each round."""
 
     model: str
     hooks: Mapping[str, Any]
-    """Specifications of hooks, by contender; None for a wrapper without a hook."""
     num_rounds: int
 
 
@@ -139,7 +132,6 @@ def time_hooks(context: RankContext, settings: HookSettings) -> dict[str, list[d
         runs[name] = run, hook
 
     def counts(hook: Any) -> dict[str, float]:
-        """Return bytes sent by the kernel and by the hook, and seconds of encoding and decoding."""
         return {
             "kernel_bytes": read_sent_bytes() or 0,
             "counted_bytes": hook.channel.num_bytes_sent if hook else 0,

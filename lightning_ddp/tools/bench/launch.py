@@ -25,12 +25,9 @@ CONTENDERS: Final = {STRATEGIES[0]: (), "run": RUN, STRATEGIES[1]: ()}
 NUM_STEPS: Final = 2000
 """Steps of each rank, enough for all ranks to run while their memory is read."""
 SCRIPT = TRAINING
-"""Script to start."""
 IMPORT: Final = "import"
-ALONE: Final = "alone"
-"""Import of Lightning alone."""
-WITH_OURS: Final = "with lightning_ddp"
-"""Import of Lightning, and then of this package."""
+ALONE, WITH_OURS = "alone", "with lightning_ddp"
+"""Imports of Lightning alone, and of this package after it."""
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -44,36 +41,29 @@ def _measure(args: argparse.Namespace) -> Result:
             for subject, size in sizes.items():
                 for name in shuffled(list(CONTENDERS), seed=number):
                     strategy = name if name in STRATEGIES else STRATEGIES[0]
-                    arguments = {"strategy": strategy, "devices": size, "num_steps": NUM_STEPS}
-                    seconds, mib = time_first_batch(
-                        SCRIPT,
-                        {**arguments, "package_root": package_root},
-                        launcher=CONTENDERS[name],
-                        timeout_s=args.timeout_s,
+                    given = {"strategy": strategy, "devices": size, "num_steps": NUM_STEPS}
+                    given["package_root"] = package_root
+                    found = time_first_batch(
+                        SCRIPT, given, launcher=CONTENDERS[name], timeout_s=args.timeout_s
                     )
-                    samples[subject][name].append(seconds)
-                    memory[subject][name].append(mib)
+                    samples[subject][name].append(found[0])
+                    memory[subject][name].append(found[1])
                     bar.update()
             for name, seconds in time_import(package_root, args.timeout_s).items():
                 samples[IMPORT][name].append(seconds)
             bar.update()
     counted = {s: {name: values[1:] for name, values in of.items()} for s, of in samples.items()}
     added = (b - a for a, b in zip(counted[IMPORT][ALONE], counted[IMPORT][WITH_OURS], strict=True))
+    memory_mib = {s: {name: statistics.median(of[1:]) for name, of in by.items()} for s, by in memory.items()}
     return Result(
         samples=counted,
         references=dict.fromkeys(sizes, STRATEGIES[0]) | {IMPORT: WITH_OURS},
         settings={"rounds": args.rounds, "world_size": args.world_size},
-        extra={
-            "memory_mib": {
-                s: {name: statistics.median(mib[1:]) for name, mib in of.items()} for s, of in memory.items()
-            },
-            "import_adds_ms": 1e3 * statistics.median(added),
-        },
+        extra={"memory_mib": memory_mib, "import_adds_ms": 1e3 * statistics.median(added)},
     )
 
 
 def _format(result: Result) -> str:
-    """Format a row per start and contender, followed by the memory and the cost of the import."""
     lines = [format_comparisons(result.comparisons, ("start", "contender", "ours/contender"), "s")]
     for subject, mib in result.extra["memory_mib"].items():
         least = ", ".join(f"{name} {value:.0f} MiB" for name, value in mib.items())

@@ -13,10 +13,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,21 +86,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_contender(text: str) -> dict[str, Any]:
-    """Parse a specification of a hook or an averager from the command line.
-
-    >>> parse_contender("powersgd:rank=4,start_step=0")
-    {'name': 'powersgd', 'rank': 4, 'start_step': 0}
-
-    Raises:
-        ConfigurationError: the options are not of that form.
-    """
+    """Parse a hook or an averager of the command line, such as `powersgd:rank=4,start_step=0`."""
     name, _, options = text.partition(":")
     try:
         pairs = (pair.split("=") for pair in options.split(",") if pair)
         return {"name": name, **{key: ast.literal_eval(value) for key, value in pairs}}
     except (SyntaxError, ValueError) as error:
-        expected = "NAME:option=value,option=value; text in quotes"
-        raise ConfigurationError(f"{text!r}: expected {expected}") from error
+        message = f"{text!r}: expected NAME:option=value,option=value; text in quotes"
+        raise ConfigurationError(message) from error
 
 
 def _measure(args: argparse.Namespace) -> Result:
@@ -144,12 +137,10 @@ def _measure(args: argparse.Namespace) -> Result:
 # ---------------------------------------------------------------------- measured here
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Measurements of two ranks here."""
+class Calibration(NamedTuple):
+    """Measurements of two ranks here; the steps are without communication."""
 
     profile: StepProfile
-    """Steps without communication."""
     link: Link
     hooks: dict[str, HookCost | None]
     checks_ms: dict[str, tuple[float, float]]
@@ -159,10 +150,8 @@ class Calibration:
 def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
     """Measure steps, hooks and the link between two ranks here; `specs` are None without a hook."""
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as folder:
-        settings = (
-            RecordSettings(model=args.model, folder=folder, num_steps=args.steps, communicates=False),
-            HookSettings(model=args.model, hooks={**specs, _NO_EXCHANGE: "noop"}, num_rounds=args.steps),
-        )
+        timing = HookSettings(model=args.model, hooks={**specs, _NO_EXCHANGE: "noop"}, num_rounds=args.steps)
+        settings = RecordSettings(args.model, folder, args.steps, communicates=False), timing
         options = {"device": args.device, "timeout_s": args.timeout_s, "mbit": args.link}
         found = run_ranks(_calibrate, settings, world_size=_NUM_RANKS, **options)
         profile = StepProfile.from_recordings(load_folder(Path(folder)))
@@ -171,17 +160,15 @@ def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
     profile = profile.scaled(median(rows[_NO_EXCHANGE], "seconds") / profile.compute_s)  # the load may differ
     hooks, checks_ms = {}, {}
     for text, spec in specs.items():
-        hooks[text] = _hook_cost(spec, rows[text], profile.num_bytes)
+        hooks[text] = None if spec is None else _hook_cost(spec["name"], rows[text], profile.num_bytes)
         predicted_s = predict(profile, link, _NUM_RANKS, hooks[text]).step_s
         checks_ms[text] = 1e3 * predicted_s, 1e3 * median(rows[text], "seconds")
-    return Calibration(profile=profile, link=link, hooks=hooks, checks_ms=checks_ms)
+    return Calibration(profile, link, hooks, checks_ms)
 
 
-def _hook_cost(spec: Any, rows: Sequence[Mapping[str, float]], num_bytes: int) -> HookCost | None:
-    if spec is None:
-        return None
+def _hook_cost(name: str, rows: Sequence[Mapping[str, float]], num_bytes: int) -> HookCost:
     sent, codec_s = (median(rows, key) / num_bytes for key in ("counted_bytes", "codec_seconds"))
-    return HookCost(size_ratio=sent, codec_s=codec_s, gathers=spec["name"] in _GATHERING)
+    return HookCost(size_ratio=sent, codec_s=codec_s, gathers=name in _GATHERING)
 
 
 def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
@@ -200,7 +187,6 @@ def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
 
 
 def _calibrate(context: RankContext, settings: tuple[RecordSettings, HookSettings]) -> dict[str, Any]:
-    """Record the model without communication, then time collectives and hooks."""
     recording, hooks = settings
     record_steps(context, recording)
     probes = [_probe(size, context.device) for _ in range(_NUM_PROBES) for size in _PROBE_BYTES]

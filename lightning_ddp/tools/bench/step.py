@@ -14,8 +14,7 @@ import gc
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,8 +71,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=positive_int, default=default, metavar="N", help=text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
+class StepSettings(NamedTuple):
     """Settings of `time_steps`, which measures one model after the other in rounds of turns."""
 
     models: tuple[str, ...]
@@ -123,10 +121,7 @@ RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
 
 
 def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[str, dict[str, list[float]]]:
-    """Return milliseconds of each round by model and contender: median step of the slowest rank.
-
-    `found` has the seconds of all processes, each of which has timed some contenders.
-    """
+    """Return milliseconds of each round by model and contender: median step of the slowest rank."""
 
     def milliseconds(model: str, name: str) -> list[float]:
         ranks = [seconds[model][name] for seconds in found if name in seconds[model]]
@@ -144,10 +139,7 @@ def reference_of(contenders: Sequence[str]) -> str:
 
 
 def geometric_means(comparisons: Comparisons) -> dict[str, float]:
-    """Return geometric means over models (and links) of reference / contender, by contender.
-
-    With several contenders of torch, `FASTEST_TORCH` is the one with the lowest median on each model.
-    """
+    """Return geometric means over models (and links) of reference / contender, by contender."""
     rows, mean = list(comparisons.values()), statistics.geometric_mean
     reference = reference_of(list(rows[0]))
     means = {name: mean(row[name].ratio for row in rows) for name in rows[0] if name != reference}
@@ -193,48 +185,29 @@ def _time_model(
 ) -> dict[str, list[list[float]]]:
     gc.collect()  # frees the previous model
     runs: dict[str, TrainingRun] = {}
-    for name in settings.contenders:
-        with turns.take(is_mine=name in mine) as is_mine:
-            if is_mine:
-                runs[name] = TrainingRun(name, build_workload(model, rank=context.rank), context.device)
-                for _ in range(settings.num_warmup_steps):
-                    runs[name].step()
+    for name in turns.of(settings.contenders, mine):
+        runs[name] = TrainingRun(name, build_workload(model, rank=context.rank), context.device)
+        for _ in range(settings.num_warmup_steps):
+            runs[name].step()
     seconds: dict[str, list[list[float]]] = {name: [] for name in mine}
     for round_index in range(settings.num_rounds):
-        for name in shuffled(settings.contenders, seed=round_index):
-            with turns.take(is_mine=name in mine) as is_mine:
-                if is_mine:
-                    runs[name].step()  # loads this contender's weights into the caches
-                    times = [timed(runs[name].step, context.device) for _ in range(settings.num_steps)]
-                    seconds[name].append(times)
+        for name in turns.of(shuffled(settings.contenders, seed=round_index), mine):
+            runs[name].step()  # loads this contender's weights into the caches
+            seconds[name].append([timed(runs[name].step, context.device) for _ in range(settings.num_steps)])
         if context.replica == 0:
             context.advance()
-    _compare(context, settings, model, runs, turns)
-    return seconds
-
-
-def _compare(
-    context: RankContext,
-    settings: StepSettings,
-    model: str,
-    runs: Mapping[str, TrainingRun],
-    turns: RoundRobin,
-) -> None:
-    """Check on each rank that all contenders of all replicas compute the same."""
-    contenders = settings.contenders
-    reference = TORCH_DEFAULT if TORCH_DEFAULT in contenders else contenders[0]
+    # all contenders have to compute the same
+    reference = TORCH_DEFAULT if TORCH_DEFAULT in settings.contenders else settings.contenders[0]
     key = f"state/{model}/{context.rank}"
-    for name in sorted(contenders, key=lambda contender: contender != reference):
-        with turns.take(is_mine=name in runs) as is_mine:
-            if not is_mine:
-                continue
-            state = runs[name].state_after_one_step(build_workload(model, rank=context.rank))
-            found = {kind: _some(values) for kind, values in state.items()}
-            if name == reference:
-                context.store.set(key, json.dumps({kind: v.tolist() for kind, v in found.items()}))
-                continue
+    for name in turns.of(sorted(settings.contenders, key=lambda name: name != reference), mine):
+        state = runs[name].state_after_one_step(build_workload(model, rank=context.rank))
+        found = {kind: _some(values) for kind, values in state.items()}
+        if name == reference:
+            context.store.set(key, json.dumps({kind: v.tolist() for kind, v in found.items()}))
+        else:
             expected = json.loads(context.store.get(key))
             check_agreement(name, found, reference, {k: torch.tensor(v) for k, v in expected.items()})
+    return seconds
 
 
 def _some(values: Tensor) -> Tensor:

@@ -40,7 +40,6 @@ from lightning_ddp.tools.doctor.machine import (
     LEVELS,
     DeadlinePassed,
     Finding,
-    Level,
     addresses,
     gather_facts,
     interface_to,
@@ -64,7 +63,6 @@ _ADVICE = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     where = parser.add_mutually_exclusive_group()
     text = "start N ranks on this machine and measure them"
     where.add_argument("--processes", type=positive_int, metavar="N", help=text)
@@ -160,9 +158,6 @@ class _Examination:
         self.is_stuck = False
         """True if a step is still blocked in a thread of this process."""
 
-    def _add(self, level: Level, check: str, message: str) -> None:
-        self._findings.append(Finding(level, check, message))
-
     @property
     def _has_failed(self) -> bool:
         return worst(self._findings) == "FAIL"
@@ -184,13 +179,13 @@ class _Examination:
             else:
                 self._examine_alone()
         except _Problem as problem:
-            self._add("FAIL", *problem.args)
+            self._findings.append(Finding("FAIL", *problem.args))
 
     def _examine_alone(self) -> None:
         message = (
             "not measured, because this process is alone. Add --processes 2, or start it as you start a run"
         )
-        self._add("PASS", "all-reduce", message)
+        self._findings.append(Finding("PASS", "all-reduce", message))
         if self._here.master_addr and self._here.master_port and not self._has_failed:
             if self._here.rank == 0:
                 self._host_store()
@@ -198,11 +193,10 @@ class _Examination:
                 self._find_master()
 
     def _examine_processes(self, plan: Plan) -> None:
-        options: dict[str, Any] = {"world_size": self._args.processes, "timeout_s": 4 * plan.timeout_s}
+        count, limit_s = self._args.processes, 4 * plan.timeout_s
         try:
-            self._answers = run_ranks(_examine_rank, (plan, self._env), **options)
+            self._answers = run_ranks(_examine_rank, (plan, self._env), world_size=count, timeout_s=limit_s)
         except ToolError as error:
-            count = self._args.processes
             raise _Problem("all-reduce", f"{count} processes on this machine: {error}") from error
 
     def _examine_launched(self, plan: Plan) -> None:
@@ -239,7 +233,7 @@ class _Examination:
             address = resolve(self._here.master_addr or _LOOPBACK, self._args.timeout_s)
         except (OSError, DeadlinePassed) as error:
             message = f"MASTER_ADDR={self._here.master_addr} cannot be resolved ({error}). Correct the name"
-            self._add("FAIL", "master", f"{message}, or give the address itself")
+            self._findings.append(Finding("FAIL", "master", f"{message}, or give the address itself"))
             return named
         route, found = interface_to(address), addresses()
         self._findings.append(check_interface(named, route, found, num_nodes=self._here.num_nodes))
@@ -285,10 +279,9 @@ class _Examination:
         try:
             store = self._open_store(address, is_host=True)
         except (OSError, RuntimeError) as error:
-            message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]})"
-            advice = "Another process uses it. Use another port on all nodes"
-            raise _Problem("port", f"{message}. {advice}") from error
-        self._add("PASS", "port", f"{where}: free, and opened here")
+            message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]}). Another process"
+            raise _Problem("port", f"{message} uses it. Use another port on all nodes") from error
+        self._findings.append(Finding("PASS", "port", f"{where}: free, and opened here"))
         return store
 
     def _find_master(self) -> str:
@@ -307,7 +300,7 @@ class _Examination:
                 " use the same MASTER_ADDR and MASTER_PORT on all nodes, and open that port in the first"
                 " node's firewall",
             )
-        self._add("PASS", "master", f"{where}: answers")
+        self._findings.append(Finding("PASS", "master", f"{where}: answers"))
         return address
 
     def report(self, *, as_json: bool) -> int:
@@ -320,14 +313,19 @@ class _Examination:
             findings.append(check_all_reduce(answers))
         if self._args.full is None:  # a checklist has an order
             findings.sort(key=lambda finding: LEVELS.index(finding.level))
+        document = {
+            "verdict": worst(findings),
+            "findings": list(map(asdict, findings)),
+            "ranks": list(answers),
+            "all_reduce": answers[0].get("all_reduce"),
+        }
         if not is_silent:
-            layout = _format_json if as_json else format_report
-            print(layout(answers, findings), flush=True)
+            text = json.dumps(document, indent=2) if as_json else format_report(answers, findings)
+            print(text, flush=True)
         return 1 if worst(findings) == "FAIL" else 0
 
 
 def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
-    """Run the measurement in a process of `--processes`."""
     rank, world_size = context.rank, context.world_size
     return examine(context.store, *settings, rank=rank, local_rank=rank, world_size=world_size)
 
@@ -351,13 +349,3 @@ def format_report(answers: Sequence[Answer], findings: Sequence[Finding]) -> str
             f"{verdict}: {_ADVICE[verdict]}",
         )
     )
-
-
-def _format_json(answers: Sequence[Answer], findings: Sequence[Finding]) -> str:
-    document = {
-        "verdict": worst(findings),
-        "findings": list(map(asdict, findings)),
-        "ranks": list(answers),
-        "all_reduce": answers[0].get("all_reduce"),
-    }
-    return json.dumps(document, indent=2)

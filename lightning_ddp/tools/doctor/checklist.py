@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm import nccl
+from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import progress_bar
@@ -62,13 +63,12 @@ class _Site:
 
     @cached_property
     def drilled(self) -> dict[str, Finding]:
-        with progress_bar(0, "drill", is_shown=False) as bar:
-            return {found.check: found for found in try_in_ranks(self.settings, [*DRILLS], bar, run_drill)}
+        return {found.check: found for found in try_in_ranks(self.settings, [*DRILLS], run_drill)}
 
     def tried(self, names: Sequence[str], variables: Mapping[str, str] = {}) -> str:
         """Run trials; return their figure, or their number if there are several."""
-        with progress_bar(0, "trials", is_shown=False) as bar, _set(variables):
-            found = list(try_in_ranks(self.settings, names, bar))
+        with _set(variables):
+            found = list(try_in_ranks(self.settings, names))
         failed = [f"{finding.check}: {finding.message}" for finding in found if finding.level == "FAIL"]
         if failed or len(found) < len(names):
             raise ToolError("; ".join(failed))
@@ -83,11 +83,9 @@ class _Site:
             raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
         if device == "cuda:0":  # each rank is a node of its own, so that all may have that GPU
             more |= {"function": "train_on_nodes", "num_nodes": self.size, "devices": 1, "backend": "gloo"}
-        arguments = {"victim": self.size - 1, "preload": self.settings.preload, **more}
+        arguments = {"victim": self.size - 1, "preload": self.settings.preload, "fault": fault, **more}
         kind, limit_s = device.partition(":")[0], 2 * self.settings.timeout_s
-        return run_to_fault(
-            "custom_ddp", self.size, fault=fault, timeout_s=limit_s, accelerator=kind, **arguments
-        )
+        return run_to_fault("custom_ddp", self.size, timeout_s=limit_s, accelerator=kind, **arguments)
 
 
 @contextmanager
@@ -98,8 +96,7 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        restore(before)
 
 
 # ---------------------------------------------------------------------- the items
@@ -154,8 +151,8 @@ def _hangs(site: _Site) -> str:
 
 
 def _trials(site: _Site, *, is_parity: bool) -> str:
-    names = [name for name in trials_of(site.settings.device.partition(":")[0]) if name != "step time"]
-    names = [name for name in names if site.has_nccl or name != HOST_WAITS]
+    left_out = {"step time"} if site.has_nccl else {"step time", HOST_WAITS}
+    names = [name for name in trials_of(site.settings.device.partition(":")[0]) if name not in left_out]
     return site.tried([name for name in names if name.startswith("gradients") == is_parity])
 
 
@@ -169,9 +166,8 @@ def _host_time(site: _Site) -> str:
     if site.settings.device == "cpu":
         raise _NotHere("the device is the host")
     with tempfile.TemporaryDirectory() as folder:
-        settings = RecordSettings(model="convbn40", folder=folder, num_steps=20)
         options: dict[str, Any] = {"device": site.settings.device, "timeout_s": 4 * site.settings.timeout_s}
-        run_ranks(record_steps, settings, world_size=site.size, **options)
+        run_ranks(record_steps, RecordSettings("convbn40", folder, 20), world_size=site.size, **options)
         advice = host_advice(load_folder(Path(folder))[0].steps)
     num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     return f"convbn40, {num_nodes} NUMA nodes: {advice or 'the GPU does not wait for the host'}"

@@ -41,11 +41,7 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """Return the worst level.
-
-    >>> worst([Finding(level="PASS", check="a", message=""), Finding(level="WARN", check="b", message="")])
-    'WARN'
-    """
+    """Return the worst level."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="PASS")
 
 
@@ -177,11 +173,7 @@ class Placement:
 
 
 def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
-    """Read environment variables; `num_nodes` is the number of nodes started by hand, if given.
-
-    >>> place({"NODE_RANK": "1", "MASTER_ADDR": "gpu-07", "MASTER_PORT": "29500"}, num_nodes=2).rank
-    1
-    """
+    """Read environment variables; `num_nodes` is the number of nodes started by hand, if given."""
     try:
         if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)
@@ -208,8 +200,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     num_nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
     problems = []
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-    if missing:
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
         problems.append(
             f"RANK and WORLD_SIZE are set, but {', '.join(missing)} not: another launcher's variables were"
             " passed on in part. Unset RANK and WORLD_SIZE, or start with torchrun"

@@ -34,14 +34,12 @@ _MOST_TEXT = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of all checks."""
+    """Settings of all checks, with the time limit of a trial, and a file that each rank runs first."""
 
     world_size: int
     device: str
     timeout_s: float
-    """Time limit of each trial."""
     preload: str | None
-    """Python file that each rank runs first, or None."""
 
 
 def run_checks(
@@ -80,7 +78,7 @@ def run_checks(
     findings: list[Finding] = []
     with progress_bar(len(names), "verify") as bar:
         for _ in range(_MOST_STARTS):
-            found = list(try_in_ranks(settings, remaining, bar)) if remaining else []
+            found = list(try_in_ranks(settings, remaining, bar=bar)) if remaining else []
             findings += found
             remaining = remaining[len(found) :]
         findings += [Finding("FAIL", name, f"not run, after {_MOST_STARTS} failures") for name in remaining]
@@ -99,7 +97,8 @@ def _watcher(settings: Settings, store: Any, bar: Any) -> Callable[[int], None]:
     def look(count: int) -> None:
         nonlocal has_started, since
         if count:  # the first unit of progress is that of the start
-            bar.update(count - (not has_started))
+            if bar is not None:
+                bar.update(count - (not has_started))
             has_started, since = True, time.monotonic()
         limit = settings.timeout_s * (1 if has_started else _STARTING)
         if time.monotonic() - since > limit:
@@ -113,7 +112,7 @@ def _watcher(settings: Settings, store: Any, bar: Any) -> Callable[[int], None]:
 
 
 def try_in_ranks(
-    settings: Settings, names: Sequence[str], bar: Any, worker: Callable[..., None] = run_trials
+    settings: Settings, names: Sequence[str], worker: Callable[..., None] = run_trials, bar: Any = None
 ) -> Iterator[Finding]:
     """Run trials in new processes; yield a finding for each, up to a trial that stopped the ranks."""
     # Waits in the ranks must not time out before the deadline here.
@@ -121,40 +120,31 @@ def try_in_ranks(
     store = host_store(longest_s)
     # A fork saves the imports, but CUDA, which the search for GPUs initializes, does not support it.
     start_method = "spawn" if settings.device != "cpu" or torch.cuda.is_initialized() else "fork"
+    options: dict[str, Any] = {"start_method": start_method, "preload": settings.preload}
+    options |= {"world_size": settings.world_size, "device": settings.device}
     problem: str | None = None
     try:
-        run_ranks(
-            worker,
-            tuple(names),
-            world_size=settings.world_size,
-            device=settings.device,
-            timeout_s=longest_s,
-            on_progress=_watcher(settings, store, bar),
-            store=store,
-            preload=settings.preload,
-            start_method=start_method,
-        )
+        look = _watcher(settings, store, bar)
+        run_ranks(worker, tuple(names), timeout_s=longest_s, on_progress=look, store=store, **options)
     except ToolError as error:
         problem = shorten(str(error))
     for name in names:
-        ranks = range(settings.world_size)
-        keys = {r: verdict_key(name, r) for r in ranks}
-        verdicts = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
-        missing = [rank for rank in ranks if rank not in verdicts]
+        keys = {rank: verdict_key(name, rank) for rank in range(settings.world_size)}
+        verdicts = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        missing = [rank for rank in keys if rank not in verdicts]
         found = by_value({rank: verdict["problem"] for rank, verdict in verdicts.items()})
         problems = [f"{name_ranks(those)}: {text}" for text, those in found.items() if text is not None]
         if missing:
             there = f"{name_ranks(missing)} did not finish: {problem}"
             yield Finding("FAIL", name, "; ".join([*problems, there]))
             return
-        first = verdicts[0]
+        figure = verdicts[0]["figure"]
         if problems:
             yield Finding("FAIL", name, "; ".join(problems))
-        elif first["is_slow"]:
-            message = f"{first['figure']}. The machine may be busy; `bench step` measures more"
-            yield Finding("WARN", name, message)
+        elif verdicts[0]["is_slow"]:
+            yield Finding("WARN", name, f"{figure}. The machine may be busy; `bench step` measures more")
         else:
-            yield Finding("PASS", name, first["figure"])
+            yield Finding("PASS", name, figure)
 
 
 def shorten(text: str) -> str:
@@ -168,15 +158,11 @@ def _kill_a_rank(settings: Settings) -> Finding:
     victim = settings.world_size - 1
     if not victim:
         return Finding("PASS", KILLED, "not applicable: one rank has no peers")
+    given: dict[str, Any] = {"fault": "kill", "victim": victim, "preload": settings.preload}
+    limit_s = settings.timeout_s * _STARTING / 2
     try:
         found = run_to_fault(
-            "custom_ddp",
-            settings.world_size,
-            fault="kill",
-            victim=victim,
-            timeout_s=settings.timeout_s * _STARTING / 2,
-            accelerator=settings.device,
-            preload=settings.preload,
+            "custom_ddp", settings.world_size, timeout_s=limit_s, accelerator=settings.device, **given
         )
     except ToolError as error:
         return Finding("FAIL", KILLED, shorten(str(error)))
