@@ -13,14 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
-from lightning_ddp.encoding.mean import (
-    CastCodec,
-    EncodedWire,
-    Int8Codec,
-    Segment,
-    exchange,
-    memory_view,
-)
+from lightning_ddp.encoding.mean import CastCodec, EncodedWire, Int8Codec, Segment, exchange, memory_view
 from lightning_ddp.errors import require
 
 _INT8_BLOCK = 256

@@ -27,11 +27,7 @@ _ASK_AGAIN_S = 0.05
 
 
 def barrier(
-    group: Group,
-    device: torch.device,
-    name: str | None = None,
-    *,
-    timeout: timedelta | float | None = None,
+    group: Group, device: torch.device, name: str | None = None, *, timeout: timedelta | float | None = None
 ) -> None:
     """Wait until all ranks have called this function.
 

@@ -19,13 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import (
-    backend_of,
-    is_profiling,
-    known_groups,
-    timeout_of,
-    without_engine_context,
-)
+from lightning_ddp._torch import backend_of, is_profiling, known_groups, timeout_of, without_engine_context
 from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
 from lightning_ddp.comm.exit import note_sent
 from lightning_ddp.comm.nccl import error_of, is_nccl, memory_problem
@@ -286,11 +280,7 @@ class Group:
     # ------------------------------------------------------------------ waits
 
     def wait(
-        self,
-        work: Any,
-        device: torch.device,
-        on_slice: OnSlice = None,
-        label: str | None = None,
+        self, work: Any, device: torch.device, on_slice: OnSlice = None, label: str | None = None
     ) -> None:
         """Wait for a work: on the CPU until done, with NCCL until queued on the current stream.
 

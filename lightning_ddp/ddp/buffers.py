@@ -14,13 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ddp._torch import (
-    COMPUTED,
-    UPDATE_COUNT,
-    buffers_of,
-    foreach_copy_,
-    preserve_version_counters,
-)
+from lightning_ddp._torch import COMPUTED, UPDATE_COUNT, buffers_of, foreach_copy_, preserve_version_counters
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
@@ -29,12 +23,7 @@ Moment = Literal["before_forward", "after_forward"]
 Broadcast = bool | Literal["auto"]
 """True to broadcast buffers in forwards, 'auto' only in those that read them, where that is known."""
 
-_BATCH_NORMS = (
-    torch.nn.BatchNorm1d,
-    torch.nn.BatchNorm2d,
-    torch.nn.BatchNorm3d,
-    torch.nn.SyncBatchNorm,
-)
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
 @contextmanager
