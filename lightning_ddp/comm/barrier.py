@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.call import Call, limit_of
+from lightning_ddp.comm.call import Call, Timeout, limit_of
 from lightning_ddp.comm.group import Group, InThread
 from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError, RendezvousError
 
@@ -26,9 +26,7 @@ _ATTEMPT = "lightning_ddp/attempt"
 _ASK_AGAIN_S = 0.05
 
 
-def barrier(
-    group: Group, device: torch.device, name: str | None = None, *, timeout: timedelta | float | None = None
-) -> None:
+def barrier(group: Group, device: torch.device, name: str | None = None, *, timeout: Timeout = None) -> None:
     """Wait until all ranks have called this function.
 
     Collective: all ranks must call it.
@@ -38,7 +36,7 @@ def barrier(
         name: part of the label of the call.
         timeout: as for `all_reduce`, also its errors.
     """
-    call = Call(group=group, device=device, label=_label("barrier", name), timeout=timeout)
+    call = Call(group, device, _label("barrier", name), timeout)
     token = torch.zeros(1, dtype=torch.int32, device=device)
     call.wait(call.start(lambda: group.all_reduce(token, label=call.label)))
     group.wait_device(device)
@@ -66,7 +64,7 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
         ConfigurationError: torch knows no store for this group; pass one with `Group(..., store=store)`.
     """
     # The call has no deadline of its own: at the deadline the ranks decide together which are missing.
-    call = Call(group=group, device=torch.device("cpu"), label=_label("monitored_barrier", name))
+    call = Call(group, torch.device("cpu"), _label("monitored_barrier", name))
     limit_s = limit_of(timeout, call.label)
     if group.store is None:
         raise ConfigurationError(
@@ -111,8 +109,7 @@ def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
     late = call.group.rank in ranks
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(missing)}"
     return CollectiveTimeoutError(
-        f"rank {call.group.rank} of {call.group.size}: {call.label}: rank {by} has waited {limit_s} s,"
-        f" its deadline, and {names} did not come"
+        f"{call.name}: rank {by} has waited {limit_s} s, its deadline, and {names} did not come"
         + ("; this rank came when it was over" if late else "")
         + f". Look at what {names} did meanwhile, or give it more time.",
         label=call.label,

@@ -27,7 +27,7 @@ _IDLE_LOOKS = 50
 _CAPTURE_OF_THIS_THREAD = 1  # cudaStreamCaptureModeThreadLocal
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Queued:
     """Work that was on a stream when its event was recorded."""
 
@@ -84,20 +84,13 @@ class DeviceWatch:
             return
         with self._lock:
             spare = self._spare.pop() if self._spare else None
-        queued = _Queued(
-            event=_record(spare, device),
-            waiting=waiting,
-            process_group=process_group,
-            device=device,
-            on_slice=on_slice,
-        )
+        queued = _Queued(_record(spare, device), waiting, process_group, device, on_slice)
         with self._lock:
             if self._latest is not None:  # of an earlier step: the new event completes after it
                 self._spare.append(self._latest.event)
             self._latest = queued
-            has_to_start = not self._is_running
-            self._is_running = True
-        if has_to_start:
+            was_running, self._is_running = self._is_running, True
+        if not was_running:
             threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch").start()
 
     def forget(self) -> None:

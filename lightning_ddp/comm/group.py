@@ -62,14 +62,11 @@ class InThread(Generic[T]):
 
     A store does not reply while its process is stopped (SIGSTOP), and no timeout of torch applies then.
 
-    Args:
-        call: function to call; gets this object, for `until`.
-        limit_s: time limit in seconds.
+    The called function gets this object, for `until`.
     """
 
     def __init__(self, call: Callable[[InThread[T]], T], limit_s: float = float("inf")) -> None:
         self.is_over = threading.Event()
-        """Set once the call has returned or raised."""
         self.error: Exception | None = None
         """Error that the call raised, or a TimeoutError after the time limit; None otherwise."""
         self._call = call
@@ -113,8 +110,7 @@ class InThread(Generic[T]):
     def wait(self, on_slice: Callable[[float], None]) -> None:
         """Wait until the call has ended, or its time limit has passed.
 
-        Args:
-            on_slice: called after each slice with the seconds waited so far; may raise, which ends `until`.
+        `on_slice` is called after each slice with the seconds waited so far; may raise, which ends `until`.
         """
         start = time.monotonic()
         try:
@@ -203,9 +199,8 @@ class Group:
         if name is None:
             pg = self.process_group
             if type(pg) is dist.ProcessGroup:
-                name = str(backend_of(pg, device).name()).lower()
-            else:
-                name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
+                pg = backend_of(pg, device)
+            name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
             self._names[device.type] = name = "nccl" if is_nccl(name) else name
         return name
 
@@ -353,10 +348,6 @@ class Group:
     def wait_device(self, device: torch.device, on_slice: OnSlice = None) -> None:
         """Wait until all work queued on the current stream has run; returns at once on the CPU.
 
-        Args:
-            device: device of the stream.
-            on_slice: as for `wait`.
-
         Raises:
             CollectiveError: NCCL has found an error, so results may be incomplete.
         """
@@ -371,13 +362,9 @@ class Group:
             self.check()
             found = error_of(self.process_group, device)
             if found is not None:
-                label = "work queued on the device"
-                raise CollectiveError(
-                    f"{label} ended without its results: NCCL's watchdog reports {found}",
-                    label=label,
-                    rank=self.process_group.rank(),
-                    waited_s=time.monotonic() - start,
-                )
+                label, waited_s = "work queued on the device", time.monotonic() - start
+                message = f"{label} ended without its results: NCCL's watchdog reports {found}"
+                raise CollectiveError(message, label=label, rank=self.rank, waited_s=waited_s)
 
     def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
         """Let a thread watch the work queued on the current stream, and report if it never ends; do not wait.
@@ -395,12 +382,8 @@ class Group:
             return
         if self.backend(device) in ("gloo", "python") or torch.cuda.is_current_stream_capturing():
             return
-        watch.expect(
-            Waiting(label, since, self.interrupt.activity.last_started(), is_side=True),
-            process_group=self.process_group,
-            device=device,
-            on_slice=on_slice,
-        )
+        waiting = Waiting(label, since, self.interrupt.activity.last_started(), is_side=True)
+        watch.expect(waiting, process_group=self.process_group, device=device, on_slice=on_slice)
 
     # ------------------------------------------------------------------ slices
 
@@ -413,9 +396,8 @@ class Group:
     def _waiting(
         self, label: str, entry: Entry | None = None, *, is_for_job: bool = False
     ) -> Generator[None, None, None]:
-        noted: AbstractContextManager[None] = nullcontext()
-        if self.interrupt is not None:
-            noted = self.interrupt.activity.waiting(label, entry, is_for_job=is_for_job)
+        activity = self.interrupt.activity if self.interrupt is not None else None
+        noted = activity.waiting(label, entry, is_for_job=is_for_job) if activity else nullcontext()
         with noted, span(f"wait {label}"):
             yield
 
