@@ -58,7 +58,7 @@ class Board:
 
         if store is not None:
             InThread(exchange, _REPORT_DEADLINE_S).wait(lambda _: group.check())
-        found = dict(posts)
+        found = dict(posts)  # the thread may still add to it
         launched = {post["num_launched"] for post in found.values()}
         return MissingGradientError(
             {rank: post["names"] for rank, post in found.items()},

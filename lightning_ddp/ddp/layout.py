@@ -83,13 +83,11 @@ class ParameterSpec:
     name: str
     """Qualified name in the wrapped module."""
     shape: tuple[int, ...]
-    """Sizes by dimension."""
     stride: tuple[int, ...]
     """Elements between neighbors by dimension; differs from row-major for `channels_last`."""
     dtype: torch.dtype
     """Dtype in which the gradient is reduced."""
     device: torch.device
-    """Device of the parameter."""
     is_sparse: bool = False
     """True if its gradients are sparse tensors."""
 
@@ -109,12 +107,10 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradient."""
         return self.numel * self.dtype.itemsize
 
 
@@ -215,8 +211,7 @@ class BucketLayout:
             for index, (spec, flat) in enumerate(zip(plan, flats, strict=True))
         )
         for bucket in self.buckets:
-            for position, index in enumerate(bucket.spec.indices):
-                self.where[index] = (bucket, position)
+            self.where |= {index: (bucket, position) for position, index in enumerate(bucket.spec.indices)}
         for index, grad in grads.items():
             bucket, position = self.where[index]
             bucket.views[position].copy_(grad)
@@ -236,8 +231,7 @@ class BucketLayout:
     def _make_bucket(self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool) -> Bucket:
         params = [self.params[i] for i in spec.indices]
         names = [self.names[i] for i in spec.indices]
-        is_cast = any(p.dtype != spec.dtype for p in params)
-        is_view = self._options.gradient_as_bucket_view and not is_cast
+        is_view = self._options.gradient_as_bucket_view and all(p.dtype == spec.dtype for p in params)
         kind: type[Bucket] = SparseBucket if spec.is_sparse else ViewBucket if is_view else Bucket
         late_only = frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only)
         return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
@@ -253,8 +247,7 @@ class BucketLayout:
                 continue
             if kind not in self._storage:
                 same = [s for s in self._specs if (s.dtype, s.device) == kind and not s.is_sparse]
-                numel = sum(_aligned(s.numel, s.dtype) for s in same)
-                self._storage[kind] = self._zeros(numel, spec.dtype, spec.device)
+                self._storage[kind] = self._zeros(sum(_aligned(s.numel, s.dtype) for s in same), *kind)
             start = offsets.get(kind, 0)
             offsets[kind] = start + _aligned(spec.numel, spec.dtype)
             flats.append(self._storage[kind][start : start + spec.numel])
@@ -276,8 +269,7 @@ class BucketLayout:
             if self.params[index].grad is view:
                 grads[index] = view.clone()
                 self.params[index].grad = None
-        self.where = {}
-        self.buckets = ()
+        self.where, self.buckets = {}, ()
         return grads
 
 

@@ -33,7 +33,6 @@ class Hosts:
     """Hosts, processes and processors of the ranks of a group."""
 
     rank: int
-    """This rank."""
     by_host: tuple[tuple[int, ...], ...]
     """The ranks of each host in ascending order, hosts in the order of their first ranks."""
     pids: tuple[int, ...]
@@ -81,13 +80,12 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
     if group.transport == "gloo" or group.size == 1:
         return None
     if device.type != "cpu" or group.backend(device) != "gloo":
-        where = f"{group.backend(device)} on {device.type}" if device.type != "cpu" else group.backend(device)
+        where = group.backend(device) + f" on {device.type}" * (device.type != "cpu")
         give_up(group, f"shared memory is for CPU ranks of gloo groups, but this is a group of {where}")
         return None
     is_able = are_semaphores_available() and hasattr(os, "memfd_create")
     mine = (host or _this_host(), os.getpid(), is_able, _processors())
-    answers = all_gather_objects(group, mine, device)
-    names, pids, abilities, processors = zip(*answers, strict=True)
+    names, pids, abilities, processors = zip(*all_gather_objects(group, mine, device), strict=True)
     by_host = tuple(
         tuple(rank for rank, other in enumerate(names) if other == name) for name in dict.fromkeys(names)
     )

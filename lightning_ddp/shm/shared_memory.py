@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import ClassVar, NamedTuple
 
@@ -33,8 +33,9 @@ _CHUNK_NUMEL = 32 * 1024
 """Elements added at a time: few enough to stay in the cache, and for torch to start no threads."""
 _SHARE_ALIGNMENT = 16
 _MAX_PLANS = 512
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_NARROW = (torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_DTYPES = (torch.float32, torch.float64, *_NARROW, *_INTEGERS)
 _NOTHING = -1
 _PIECE_BYTES = 2**20
 _LENT_BYTES = 2**23
@@ -58,11 +59,9 @@ class Request(NamedTuple):
     """Offset in the arena in bytes."""
     numel: int
     dtype_code: int
-    """Index in `_DTYPES`."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
         return _DTYPES[self.dtype_code]
 
 
@@ -259,7 +258,7 @@ class SharedMemory:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[requests] = self._plan(requests)
-        is_wide = len(requests) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
+        is_wide = len(requests) > 2 and bool(plan) and requests[0].dtype in _NARROW
         add = _add_in_float32 if is_wide else _add_in_place
         add(plan, self.is_one_host)
 
@@ -296,9 +295,8 @@ class SharedMemory:
     def _wait(self, semaphore: Semaphore, index: int) -> None:
         rank, group = self._ranks[index], self._group
         activity = group.interrupt.activity if group.interrupt is not None else None
-        noted: AbstractContextManager[None] = nullcontext()
-        if activity is not None and activity.of_this_thread() is None:  # no wait is recorded yet
-            noted = activity.waiting(f"rank {rank} in shared memory")
+        is_new = activity is not None and activity.of_this_thread() is None  # no wait is recorded yet
+        noted = activity.waiting(f"rank {rank} in shared memory") if activity and is_new else nullcontext()
 
         def ends_in_slice() -> bool:
             if semaphore.wait(SLICE_S):
@@ -446,7 +444,6 @@ class Work:
         self._latch.acquire()
 
     def is_completed(self) -> bool:
-        """Return True if the job has ended, also with an error."""
         return self._is_done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -534,7 +531,7 @@ class Worker:
 
 
 # A fork has none of the threads, and their locks may be held forever.
-os.register_at_fork(after_in_child=lambda: Worker.workers.clear())
+os.register_at_fork(after_in_child=Worker.workers.clear)
 
 
 @atexit.register
