@@ -158,8 +158,7 @@ class Lockstep:
 
     def forget(self) -> None:
         """Drop the last batch and the module's snapshot, at the end of training."""
-        self._last_batch = None
-        self._kept = None
+        self._last_batch = self._kept = None
 
     # ------------------------------------------------------------------ a step
 
@@ -190,12 +189,10 @@ class Lockstep:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` with a backward that scales gradients by this rank's weight in this step."""
-        if self.turn.is_replay:
-            factor = 0.0
-        elif self._counts_all or self.turn.num_active == self._group.size:
+        is_even = self._counts_all or self.turn.num_active == self._group.size
+        if is_even and not self.turn.is_replay:
             return loss
-        else:
-            factor = self._group.size / self.turn.num_active
+        factor = 0.0 if self.turn.is_replay else self._group.size / self.turn.num_active
         scaled: torch.Tensor = _ScaleGradient.apply(loss, factor)  # type: ignore[no-untyped-call]
         return scaled
 
@@ -240,21 +237,18 @@ class LockstepLoader:
         self.__dict__.update(_loader=loader, _lockstep=lockstep, _most=most)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped loader."""
         if name in ("_loader", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the wrapped loader."""
         setattr(self._loader, name, value)
 
     def __len__(self) -> int:
         """Return the greatest length of the loaders of all ranks; TypeError if they have none."""
         if self._most is None:
             raise TypeError(f"{type(self._loader).__name__} has no length")
-        length: int = self._most()
-        return length
+        return int(self._most())
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over an epoch, without prefetching; every step of it communicates."""
@@ -302,10 +296,10 @@ def _neutral(op: Any, dtype: torch.dtype) -> float:
         return 1 if dtype == torch.bool else -1 if dtype.is_signed else int(torch.iinfo(dtype).max)
     if op not in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
         return 0
-    is_min = bool(op == dist.ReduceOp.MIN)
-    if dtype.is_floating_point:
-        return float("inf") if is_min else float("-inf")
     if dtype == torch.bool:
-        return is_min
-    limits = torch.iinfo(dtype)
-    return int(limits.max if is_min else limits.min)
+        least, greatest = 0.0, 1.0
+    elif dtype.is_floating_point:
+        least, greatest = float("-inf"), float("inf")
+    else:
+        least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return greatest if op == dist.ReduceOp.MIN else least
