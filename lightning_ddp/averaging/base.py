@@ -212,17 +212,14 @@ class Averager:
         """
         if self._standing is Standing.SAME:
             return False
-        tensors: list[torch.Tensor] = list(self.parameters.values())
+        tensors = [p.detach() for p in self.parameters.values()]
         # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
-        averaged = (
-            [p.detach().clone() for p in tensors] if self.keeps_rounds and self.mixes_rounds else tensors
-        )
+        is_copied = self.keeps_rounds and self.mixes_rounds
+        averaged = [t.clone() for t in tensors] if is_copied else tensors
         self.run(lambda: average_(self.wire, averaged))
         self.run(lambda: average_buffers(self.channel, self.module))
-        with torch.no_grad():
-            for parameter, mean in zip(tensors, averaged, strict=True):
-                if mean is not parameter:
-                    parameter.copy_(mean)
+        for tensor, mean in zip(tensors, averaged, strict=True) if is_copied else ():
+            tensor.copy_(mean)
         self._standing = Standing.SAME
         return True
 
