@@ -138,11 +138,6 @@ class Averager:
         """True if all ranks have the same parameters."""
         return self._standing is Standing.SAME
 
-    @property
-    def num_bytes_sent(self) -> int:
-        """Number of bytes that this rank has sent for averaging."""
-        return self.channel.num_bytes_sent
-
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
         """Count a step that `optimizer` has just taken, and average if it is due (then communicates).
 

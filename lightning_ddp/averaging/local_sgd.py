@@ -149,11 +149,6 @@ class HierarchicalSGD(Averager):
                 part = part_group(group, size, self.channel.device)
                 self._levels[period] = Channel(part, self.channel.device)
 
-    @property
-    def num_bytes_sent(self) -> int:
-        inner = [channel for channel in self._levels.values() if channel is not self.channel]
-        return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
-
     def after_local_step(self, track: Track) -> None:
         due = [period for period in self._levels if track.num_local_steps % period == 0]
         if not due:

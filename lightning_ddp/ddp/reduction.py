@@ -111,9 +111,7 @@ class Reduction:
         label = f"reduce of bucket {bucket.index()}"
         if memory is None or bucket.spec.is_sparse:
             return self._group.all_reduce(flat, label=label)
-        job: Callable[..., None] = partial(memory.all_reduce, flat)
-        if not bucket.contributes:
-            job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
+        job = partial(memory.all_reduce, flat, contributes=bucket.contributes)
         begin: Callable[[], Any] = partial(self._worker.submit, job)
         is_short = bucket.is_last() and flat.nbytes <= _INLINE_BYTES
         if memory.is_one_host and (is_short or not memory.has_spare_processor):

@@ -77,7 +77,7 @@ class SharedMemory:
         self._hosts = hosts
         self._ranks = hosts.neighbours
         self._me = self._ranks.index(group.rank)
-        self._arenas: list[list[Arena]] = [[] for _ in self._ranks]
+        self._arenas: list[list[Arena]] = []
         self._own: list[OwnArena] = []
         self._obstacle: str | None = None
         self.is_one_host = len(hosts.by_host) == 1
@@ -151,11 +151,10 @@ class SharedMemory:
 
     def _open(self, tickets: Sequence[Sequence[_Ticket]]) -> None:
         pids = [self._hosts.pids[rank] for rank in self._ranks]
-        for index, rank in enumerate(self._ranks):
-            if index == self._me:
-                self._arenas[index] = list(self._own)
-            else:
-                self._arenas[index] = [open_arena(pids[index], ticket) for ticket in tickets[rank]]
+        self._arenas = [
+            [*self._own] if rank == self._group.rank else [open_arena(pid, each) for each in tickets[rank]]
+            for rank, pid in zip(self._ranks, pids, strict=True)
+        ]
         self._births = [birth_of(pid) for pid in pids]
         controls = [arenas[0] for arenas in self._arenas]
         self._requests = [control.integers(_REQUEST, 1 + len(Request._fields)) for control in controls]
@@ -182,11 +181,18 @@ class SharedMemory:
                 return number, offset
         return None
 
-    def all_reduce(self, tensor: torch.Tensor, on_slice: Callable[[float], None] | None = None) -> None:
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        on_slice: Callable[[float], None] | None = None,
+        *,
+        contributes: bool = True,
+    ) -> None:
         """Replace a contiguous tensor from `zeros`, or a slice of one, by the sum over the ranks.
 
         Waits for the other ranks; `on_slice` is called repeatedly with the seconds waited, and may raise.
-        16-bit floats are added in float32 from three ranks on.
+        16-bit floats are added in float32 from three ranks on. The tensor of a rank that does not contribute
+        may be anywhere, and stays as it is.
 
         Collective: all ranks must call it.
 
@@ -195,21 +201,11 @@ class SharedMemory:
             RuntimeError: another rank is lost, too late, or reduces another tensor.
             BaseException: the failure of the group's interrupt, or the error of `on_slice`.
         """
-        place = self.place_of(tensor)
+        place = self.place_of(tensor) if contributes else (_NOTHING, 0)
         if place is None:
             raise ValueError("this tensor is not in shared memory")
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._reduce(Request(*place, real.numel(), _DTYPES.index(real.dtype)), on_slice)
-
-    def all_reduce_nothing(
-        self, numel: int, dtype: torch.dtype, on_slice: Callable[[float], None] | None = None
-    ) -> None:
-        """Take part in an `all_reduce` of the other ranks without a contribution."""
-        if dtype.is_complex:
-            numel, dtype = 2 * numel, dtype.to_real()
-        self._reduce(Request(_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
-
-    def _reduce(self, request: Request, on_slice: Callable[[float], None] | None) -> None:
+        request = Request(*place, real.numel(), _DTYPES.index(real.dtype))
         if self._failure is not None:
             raise self._failure
         self._number += 1
