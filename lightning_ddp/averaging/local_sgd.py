@@ -24,8 +24,6 @@ from lightning_ddp.errors import ConfigurationError, require
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGDOptions(AveragerOptions):
-    """Options of `post_local_sgd`."""
-
     start_step: int = 100
     """Number of optimizer steps with averaged gradients; the paper ends them at the first decay of the
     learning rate."""
@@ -83,8 +81,6 @@ class NodeGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalSGDOptions(AveragerOptions):
-    """Options of `hierarchical_sgd`."""
-
     period: int = field(default=1, init=False)  # replaced by `periods`
     periods: Mapping[int, int]
     """Mapping from a period in optimizer steps to the number of neighboring ranks that average then; longer

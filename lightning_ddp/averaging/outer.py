@@ -110,8 +110,6 @@ class OuterAverager(Averager):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowMoOptions(AveragerOptions):
-    """Options of `slowmo`."""
-
     period: int = 12
     """Number of optimizer steps between two rounds."""
     slow_lr: float = 1.0
@@ -148,8 +146,6 @@ class SlowMo(OuterAverager):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoOptions(AveragerOptions):
-    """Options of `diloco`."""
-
     period: int = 100
     """Number of optimizer steps between two synchronizations; the DiLoCo paper uses 500."""
     outer_lr: float = 0.7

@@ -20,8 +20,6 @@ from lightning_ddp.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCoOptions(DiLoCoOptions):
-    """Options of `streaming_diloco`."""
-
     period: int = 100
     """Number of optimizer steps between two synchronizations of a fragment; fragments take turns in it."""
     num_fragments: int = 4

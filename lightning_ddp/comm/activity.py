@@ -93,8 +93,6 @@ class Lane:
 
 
 class Waiting(NamedTuple):
-    """A thread's wait."""
-
     label: str
     since: float
     """Start of the wait, in seconds of `time.monotonic`."""
@@ -214,7 +212,6 @@ class Activity:
 
 
 def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
-    """Return name and global ranks of a group."""
     if process_group in known_groups():
         is_world = dist.is_initialized() and process_group is dist.group.WORLD
         name = "world" if is_world else f"group {name_of_group(process_group)}"

@@ -73,7 +73,6 @@ class Call:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the call."""
         return time.monotonic() - self._started_at
 
     def start(self, begin: Callable[[], Any]) -> Any:

@@ -100,7 +100,6 @@ class DeviceWatch:
         self._interrupt.activity.on_device = None
 
     def close(self) -> None:
-        """Stop the watching thread."""
         self._is_closed.set()
 
     # ------------------------------------------------------------------ the thread

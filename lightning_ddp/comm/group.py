@@ -128,7 +128,6 @@ class InThread(Generic[T]):
 
 
 def _name_of(op: Any) -> Any:
-    """Return the name of a `ReduceOp`, also of one with a factor."""
     return getattr(getattr(op, "op", op), "name", op)
 
 

@@ -127,8 +127,6 @@ class _TakingApart(pickle.Pickler):
 
 
 class _Assembler(pickle.Unpickler):
-    """Unpickler that replaces the numbers by tensors."""
-
     tensors: Sequence[torch.Tensor] = ()
 
     def persistent_load(self, number: Any) -> torch.Tensor:

@@ -202,7 +202,6 @@ class Bucket:
             foreach_mul_(self._late_runs, scale)
 
     def _copy_in(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """Copy small gradients that have arrived into their views."""
         if params:
             foreach_copy_(views, cast(list[torch.Tensor], [p.grad for p in params]))
 

@@ -289,7 +289,6 @@ def _length(loader: Any) -> int:
 
 
 def _neutral(op: Any, dtype: torch.dtype) -> float:
-    """Return the neutral element of a reduction."""
     if op == dist.ReduceOp.PRODUCT:
         return 1
     if op == dist.ReduceOp.BAND:

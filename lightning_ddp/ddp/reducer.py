@@ -393,7 +393,6 @@ class Reducer:
 
 
 def _remove(handles: list[Any]) -> None:
-    """Remove hooks from the parameters."""
     while handles:
         handles.pop().remove()
 

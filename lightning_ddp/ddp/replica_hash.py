@@ -249,7 +249,6 @@ class StateHasher:
         self._fresh.append(hashed)
 
     def _read_all(self) -> None:
-        """Begin a cycle."""
         tensors, numbers = self._read()
         known = [*tensors.items()]
         pairs = zip(known, self._of, strict=False)

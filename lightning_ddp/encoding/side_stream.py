@@ -192,7 +192,6 @@ class Channel:
         return finish
 
     def start_all_gather(self, tensor: torch.Tensor) -> Wait:
-        """Start an all-gather; return its wait."""
         gathered = tensor.new_empty(self.size * tensor.numel())
         flat = tensor.view(-1)
         begin = partial(all_gather_flat, self.group.process_group, gathered, flat)

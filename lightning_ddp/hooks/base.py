@@ -427,7 +427,6 @@ class MomentumHook(StatefulHook):
 def _copied(
     tensors: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Copy the tensors of parameters to a device."""
     return {
         name: {key: value.detach().to(device, copy=True) for key, value in values.items()}
         for name, values in tensors.items()

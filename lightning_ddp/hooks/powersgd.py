@@ -22,8 +22,6 @@ _LAYOUT_PREFIX = "bucket:"
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDOptions(HookOptions):
-    """Options of `powersgd`."""
-
     rank: int = 2
     """Rank r of the approximation: an n x m matrix is sent as (n + m) r numbers."""
     start_step: int = 10

@@ -18,8 +18,6 @@ from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
 
 @dataclass(frozen=True, kw_only=True)
 class SignOptions(MomentumOptions):
-    """Options of `sign`."""
-
     block_size: int = 1024
     """Number of elements of a parameter that share one float32 scale; the last block of each parameter may be
     shorter. Use smaller blocks for parameters whose parts have gradients of different sizes."""

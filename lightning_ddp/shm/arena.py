@@ -168,7 +168,6 @@ class Semaphore:
         self._address = address
 
     def create(self) -> None:
-        """Initialize the semaphore with count 0."""
         if _libc.sem_init(self._address, 1, 0):
             raise OSError("sem_init failed")
 

@@ -23,7 +23,6 @@ _logger = logging.getLogger("lightning_ddp")
 
 
 def check_transport(name: str) -> None:
-    """Raise `ConfigurationError` for an unknown transport."""
     if name not in get_args(Transport):
         raise ConfigurationError(f"transport={name!r}: expected {one_of(map(repr, get_args(Transport)))}")
 
@@ -58,7 +57,6 @@ class Hosts:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each host."""
         return tuple(ranks[0] for ranks in self.by_host)
 
 
@@ -121,7 +119,6 @@ def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
 
 
 def _processors() -> frozenset[int]:
-    """Return the numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
