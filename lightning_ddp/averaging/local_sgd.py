@@ -42,14 +42,10 @@ class PostLocalSGD(Averager):
 class NodeGradients:
     """A communication hook that averages in nodes of neighboring ranks, once local training has started.
 
-    Collective: all ranks must construct it.
+    `hook` reduces over all ranks until then, while `is_global` returns True; None for the plain mean. There
+    are `node_size` ranks on a node.
 
-    Args:
-        hook: hook that reduces over all ranks until then; None for the plain mean.
-        group: all ranks.
-        node_size: number of ranks on a node.
-        device: device of the gradients.
-        is_global: returns True while gradients have to be averaged over all ranks.
+    Collective: all ranks must construct it.
     """
 
     def __init__(

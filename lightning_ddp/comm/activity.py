@@ -61,9 +61,7 @@ def _shape(shape: torch.Size) -> str:
 class Lane:
     """The collectives of one process group, in the order in which this rank starts them.
 
-    Args:
-        name: a unique name of the group, the same on all its ranks.
-        ranks: global ranks of the group, in group order.
+    The name is the same on all ranks of the group, and `ranks` are their global ranks, in group order.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:

@@ -48,9 +48,8 @@ def _record(event: Any | None, device: torch.device) -> Any:
 class DeviceWatch:
     """Thread that checks that queued device work runs within the deadline, and explains why if not.
 
-    Args:
-        interrupt: has the supervisor, which makes the error of a step that passes its deadline.
-        on_failure: called once, in the watching thread, with the error.
+    The supervisor of the interrupt makes the error of a step that passes its deadline. `on_failure` is called
+    once, in the watching thread, with the error.
     """
 
     def __init__(self, interrupt: Interrupt, on_failure: Callable[[BaseException], None]) -> None:
@@ -71,14 +70,10 @@ class DeviceWatch:
         device: torch.device,
         on_slice: Callable[[float], None] | None = None,
     ) -> None:
-        """Register the work queued on the current stream; return after a few microseconds.
+        """Register the work queued on the current stream, for which `waiting` is the wait of the device.
 
-        Args:
-            waiting: the wait of the device for that work.
-            process_group: group of the queued collectives.
-            device: device of the stream.
-            on_slice: called repeatedly in the watching thread until the work has run, with the seconds since
-                the start; may raise the failure to report.
+        It takes a few microseconds. `on_slice` is called repeatedly in the watching thread until the work has
+        run, with the seconds since the start; may raise the failure to report.
         """
         if self._is_closed.is_set():
             return
@@ -147,13 +142,7 @@ class DeviceWatch:
             return not self._is_running
 
     def _has_run(self, queued: _Queued) -> bool:
-        """Return True if the queued work has run.
-
-        Raises:
-            CollectiveError: NCCL has found an error.
-            CollectiveTimeoutError: the work has not run within the deadline.
-            BaseException: the error that `on_slice` raised.
-        """
+        """Return True if the queued work has run; raise errors of NCCL, the deadline and `on_slice`."""
         label, waited_s = queued.waiting.label, time.monotonic() - queued.waiting.since
         found = error_of(queued.process_group, queued.device)
         if found is not None:

@@ -221,8 +221,7 @@ class Group:
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, label: str | None = None) -> Any:
         """Start an in-place all-reduce; `op` defaults to the sum, `label` names its purpose.
 
-        The tensor is contiguous, or sparse where the backend supports that. Complex numbers are sent as
-        pairs.
+        The tensor is contiguous, or sparse where the backend supports that; complex numbers go as pairs.
         """
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if op is None else op
@@ -368,13 +367,8 @@ class Group:
     def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
         """Let a thread watch the work queued on the current stream, and report if it never ends; do not wait.
 
-        Without effect if waits of this group block the host, or if there is no watch.
-
-        Args:
-            device: device of the stream.
-            label: description of the queued work.
-            since: time before its first collective started, in seconds of `time.monotonic`.
-            on_slice: as for `wait`, but called in the watching thread.
+        Without effect if waits of this group block the host, or if there is no watch. `since` is a time
+        before the first collective, in seconds of `time.monotonic`; `on_slice` is called in that thread.
         """
         watch = self.interrupt.device_watch if self.interrupt is not None else None
         if self.interrupt is None or watch is None or device.type != "cuda":

@@ -78,12 +78,10 @@ class Lockstep:
     ) -> LockstepLoader:
         """Wrap `loader` in a loader that ends on all ranks at the same step.
 
-        Collective: all ranks must call it.
+        `most` returns the number of batches of the longest loader; None exchanges the lengths now. `spare`
+        makes a batch for a rank that has none to repeat; None raises an error there.
 
-        Args:
-            loader: the loader of this rank.
-            most: returns the number of batches of the longest loader; None to exchange the lengths now.
-            spare: makes a batch for a rank that has none to repeat; None to raise an error there.
+        Collective: all ranks must call it.
         """
         if self._is_waiting:
             raise ConfigurationError(
@@ -117,11 +115,8 @@ class Lockstep:
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
         """Exchange which ranks have a new batch; return the batch that this rank uses.
 
-        Batches are in tuples; None stands for a rank that has run out, or for all ranks.
-
-        Raises:
-            UnevenInputsError: on every rank, if a rank ran out and that is not allowed, or has no batch to
-                repeat.
+        Batches are in tuples; None stands for a rank that has run out, or for all ranks. Raises
+        UnevenInputsError on every rank if a rank ran out and that is not allowed, or has no batch to repeat.
         """
         if fresh is not None:
             # Copy the containers: a step that changes its dict or list must not change the repetition.

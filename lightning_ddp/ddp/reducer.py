@@ -239,7 +239,10 @@ class Reducer:
         state.begun_at = time.monotonic()
 
     def begin(self) -> BackwardState:
-        """Begin the synchronized backward, unless it has begun, and return its state. Thread-safe."""
+        """Begin the synchronized backward, unless it has begun, and return its state.
+
+        Thread-safe.
+        """
         with self._beginning:
             state = self._backward
             assert state is not None  # buckets are armed, so a forward has made it

@@ -239,13 +239,10 @@ def exchange(
 ) -> None:
     """Average the values that `pack` makes of tensors; pass the means to `unpack`. For jobs of a channel.
 
-    Collective: all ranks must call it.
+    Sizes and dtypes of the tensors are the same on all ranks; 16-bit floats are sent as float32. `pack` gets
+    a segment and a 1-D tensor to fill, `unpack` the segment and its mean.
 
-    Args:
-        wire: sender of the chunks.
-        tensors: tensors with the sizes and dtypes, the same on all ranks; 16-bit floats are sent as float32.
-        pack: called with a segment and a 1-D tensor to fill.
-        unpack: called with the segment and its mean.
+    Collective: all ranks must call it.
     """
     under_way: deque[tuple[list[tuple[Segment, slice]], Callable[[], torch.Tensor]]] = deque()
 

@@ -124,11 +124,9 @@ class Hook:
         return {"format": STATE_FORMAT, "name": self.name, "options": asdict(self.options), "step": 0}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Restore a state; return one sentence for each item that could not be restored.
+        """Restore a state of this rank; return one sentence for each item that could not be restored.
 
-        Args:
-            state: from `state_dict` of this rank.
-            names: names of the parameters; state of other parameters is dropped. If empty, all is kept.
+        State of parameters that are not in `names` is dropped, unless `names` is empty.
 
         Raises:
             ConfigurationError: the format is not known.
@@ -179,7 +177,6 @@ class StatefulHook(Hook):
         self._settling: torch.futures.Future[torch.Tensor] | None = None
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queue the reduction of a full bucket; `state` is not used."""
         future = super().__call__(state, bucket)
         if self.is_deferred and bucket.is_last():
             self._settling = self.channel.submit(self._settle)
@@ -347,7 +344,6 @@ class StatefulHook(Hook):
         return {**super().state_dict(), "step": self.step, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Restore a state of this rank; return one sentence for each item that could not be restored."""
         notes = super().load_state_dict(state, names)
         if notes:
             return notes

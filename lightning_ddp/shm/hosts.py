@@ -65,12 +65,9 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 
     Ranks are on one host if they share the kernel, and the process and network namespaces: a container, or a
     network namespace that stands for a node in a test, is a separate host. `host` overrides the name of this
-    rank's host. Does not communicate if the group cannot use shared memory in any case.
+    rank's host. Return None if tensors go through the process group in any case.
 
     Collective: all ranks must call it.
-
-    Returns:
-        The hosts; None if tensors go through the process group in any case.
 
     Raises:
         ConfigurationError: transport='shared_memory' was given, but cannot be used.
@@ -104,10 +101,8 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
     """Handle a reason, the same on all ranks, for which shared memory cannot be used.
 
-    If shared memory was expected to work (`is_fault`), rank 0 logs a warning.
-
-    Raises:
-        ConfigurationError: the transport is 'shared_memory'.
+    That is an error if the transport is 'shared_memory'; if it was expected to work (`is_fault`), rank 0 logs
+    a warning.
     """
     if group.transport == "shared_memory":
         raise ConfigurationError(

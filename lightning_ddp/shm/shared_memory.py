@@ -106,13 +106,10 @@ class SharedMemory:
     def connect(self) -> bool:
         """Map the memory of the other ranks of this host, once, after `zeros`.
 
+        Return True if all ranks succeeded; the same on all ranks. Otherwise rank 0 logs the reason, or all
+        raise ConfigurationError if the transport is 'shared_memory'.
+
         Collective: all ranks must call it.
-
-        Returns:
-            True if all ranks succeeded; the same on all ranks. If False, rank 0 logs the reason.
-
-        Raises:
-            ConfigurationError: a rank failed, and the transport is 'shared_memory'.
         """
         if not self.is_one_host and self._group.store is None:
             self._obstacle = "the group has no store to create a group with one rank per host"
