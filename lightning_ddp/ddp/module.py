@@ -41,7 +41,7 @@ from lightning_ddp.ddp.module_checks import (
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.ddp.reduction import CommHook
 from lightning_ddp.ddp.replica_hash import differing_state, state_of_optimizers
-from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError
+from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError, require
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
 
@@ -152,18 +152,16 @@ class BucketedDDP(Joinable, torch.nn.Module):
     ) -> None:
         super().__init__()
         check_transport(transport)
-        if dim != 0:
-            raise ConfigurationError(f"dim={dim}: expected 0, as inputs are scattered along dimension 0 only")
-        if check_reduction:
-            raise ConfigurationError(
-                "check_reduction=True is deprecated in torch and has no effect. Leave it out."
-            )
-        if skip_all_reduce_unused_params and not find_unused_parameters:
-            raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
-        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
-            raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported. Omit them."
-            )
+        require(dim == 0, f"dim={dim}: expected 0, as inputs are scattered along dimension 0 only")
+        require(not check_reduction, "check_reduction=True is deprecated and has no effect. Leave it out.")
+        require(
+            find_unused_parameters or not skip_all_reduce_unused_params,
+            "skip_all_reduce_unused_params=True needs find_unused_parameters=True",
+        )
+        require(
+            delay_all_reduce_named_params is None and param_to_hook_all_reduce is None,
+            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported. Omit them.",
+        )
         caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         group = check_process_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, IGNORED_NAMES, ()))
