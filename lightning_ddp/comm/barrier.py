@@ -100,23 +100,15 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
 
     verdict = call.wait_for_thread(InThread(come, limit_s))
     if verdict != _ALL_CAME:
-        raise _missing(call, verdict)
-
-
-def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
-    by, limit_s, *missing = verdict.split(" ")
-    ranks = [int(rank) for rank in missing]
-    late = call.group.rank in ranks
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(missing)}"
-    return CollectiveTimeoutError(
-        f"{call.name}: rank {by} has waited {limit_s} s, its deadline, and {names} did not come"
-        + ("; this rank came when it was over" if late else "")
-        + f". Look at what {names} did meanwhile, or give it more time.",
-        label=call.label,
-        rank=call.group.rank,
-        waited_s=call.waited_s,
-        missing=ranks,
-    )
+        by, limit, *ranks = verdict.split(" ")
+        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        late = "; this rank came when it was over" if str(rank) in ranks else ""
+        raise call.error(
+            CollectiveTimeoutError,
+            f": rank {by} has waited {limit} s, its deadline, and {names} did not come{late}."
+            f" Look at what {names} did meanwhile, or give it more time.",
+            missing=list(map(int, ranks)),
+        )
 
 
 # ---------------------------------------------------------------------- attempts of torchrun

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -66,8 +66,6 @@ class Call:
                 " are not in its list; those ranks must not take part in its collectives."
             )
         self.group, self.device, self.label, self.timeout = group, device, label, timeout
-        self.name = f"rank {group.rank} of {group.size}: {label}"
-        """Rank and label, for the beginning of messages."""
         self._started_at = time.monotonic()
         self._limit_s = float("inf") if timeout is None else limit_of(timeout, label)
 
@@ -106,13 +104,11 @@ class Call:
             return
         if self.device.type != "cpu":  # its kernel would never end by itself
             threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
-        raise CollectiveTimeoutError(
-            f"{self.name} has not ended after {waited_s:.1f} s, past its deadline of {self._limit_s:g} s:"
-            " not all ranks have called it, or a rank is slow or lost. The group cannot be used any further."
-            " Check what the other ranks do, or allow more time.",
-            label=self.label,
-            rank=self.group.rank,
-            waited_s=waited_s,
+        raise self.error(
+            CollectiveTimeoutError,
+            f" has not ended after {waited_s:.1f} s, past its deadline of {self._limit_s:g} s: not all ranks"
+            " have called it, or a rank is slow or lost. The group cannot be used any further. Check what the"
+            " other ranks do, or allow more time.",
         )
 
     def _abort(self) -> None:
@@ -134,13 +130,12 @@ class Call:
     def explain(self, error: Exception) -> CollectiveError:
         """Convert an error of the backend to one that names the collective."""
         kind = CollectiveTimeoutError if is_timeout(str(error)) else CollectiveError
-        waited_s = self.waited_s
-        return kind(
-            f"{self.name} failed after {waited_s:.1f} s: {error}",
-            label=self.label,
-            rank=self.group.rank,
-            waited_s=waited_s,
-        )
+        return self.error(kind, f" failed after {self.waited_s:.1f} s: {error}")
+
+    def error(self, kind: type[CollectiveError], text: str, missing: Sequence[int] = ()) -> CollectiveError:
+        """Make an error whose message begins with rank and label."""
+        rank, message = self.group.rank, f"rank {self.group.rank} of {self.group.size}: {self.label}{text}"
+        return kind(message, label=self.label, rank=rank, waited_s=self.waited_s, missing=missing)
 
 
 def run(

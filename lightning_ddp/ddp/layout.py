@@ -5,7 +5,6 @@ Every rank that is given the same order of parameters computes the same plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,20 +30,16 @@ _Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerOptions:
-    """Options for the buckets, and for the gradients that a backward is expected to give."""
+    """Options of `BucketedDDP` for the buckets, and for the gradients that a backward is expected to give."""
 
     caps_bytes: tuple[int, ...]
     """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
     are_caps_default: bool = False
     """True if the user gave no caps."""
     gradient_as_bucket_view: bool = True
-    """True if `.grad` becomes a view of the bucket."""
     find_unused_parameters: bool = False
-    """True if parameters may lack a gradient, on some or all ranks; the graph is searched."""
     static_graph: bool = False
-    """True if every step has the graph of the first step."""
     skip_all_reduce_unused_params: bool = False
-    """True to skip buckets without a used parameter; all ranks must use the same parameters."""
     dtype: torch.dtype | None = None
     """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
 
@@ -78,13 +73,9 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """Properties of a parameter that the plan and the check across ranks use."""
+    """Properties of a parameter that decide about its bucket."""
 
-    name: str
-    """Qualified name in the wrapped module."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """Elements between neighbors by dimension; differs from row-major for `channels_last`."""
+    numel: int
     dtype: torch.dtype
     """Dtype in which the gradient is reduced."""
     device: torch.device
@@ -93,21 +84,11 @@ class ParameterSpec:
 
     @classmethod
     def of(
-        cls, name: str, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
+        cls, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
     ) -> ParameterSpec:
         """Describe `parameter`; a floating-point gradient is reduced in `dtype`, unless that is None."""
-        return cls(
-            name=name,
-            shape=tuple(parameter.shape),
-            stride=tuple(parameter.stride()),
-            dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype,
-            device=parameter.device,
-            is_sparse=is_sparse,
-        )
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+        reduced = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        return cls(numel=parameter.numel(), dtype=reduced, device=parameter.device, is_sparse=is_sparse)
 
     @property
     def nbytes(self) -> int:
@@ -124,9 +105,7 @@ def plan_buckets(
     with sparse gradients. Caps are as in `ReducerOptions`.
 
     >>> cpu = torch.device("cpu")
-    >>> def spec(n):
-    ...     return ParameterSpec(name=str(n), shape=(n,), stride=(1,), dtype=torch.float32, device=cpu)
-    >>> specs = [spec(1), spec(2), spec(8), spec(1)]
+    >>> specs = [ParameterSpec(numel=n, dtype=torch.float32, device=cpu) for n in (1, 2, 8, 1)]
     >>> plan = plan_buckets(specs, [3, 2, 1, 0], caps_bytes=[8, 16])
     >>> [bucket.indices for bucket in plan]
     [(3,), (2,), (1, 0)]
@@ -185,8 +164,7 @@ class BucketLayout:
         self.names = tuple(names)
         self._options = options
         self._specs = tuple(
-            ParameterSpec.of(n, p, is_sparse=i in sparse, dtype=options.dtype)
-            for i, (n, p) in enumerate(zip(names, parameters, strict=True))
+            ParameterSpec.of(p, is_sparse=i in sparse, dtype=options.dtype) for i, p in enumerate(parameters)
         )
         self._storage: dict[_Kind, torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
