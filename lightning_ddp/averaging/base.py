@@ -147,7 +147,10 @@ class Averager:
                 together, and the step does not count. In the local phase ranks skip independently, so it
                 counts; otherwise the ranks would average at different times.
         """
-        track = self._track_of(optimizer)
+        track = next((track for track in self.tracks if track.optimizer is optimizer), None)
+        if track is None:
+            kind = type(optimizer).__name__
+            raise ConfigurationError(f"averager {self.name!r}: this {kind} is not one of its optimizers")
         if was_skipped and not self._is_local:
             return
         track.num_steps += 1
@@ -157,14 +160,6 @@ class Averager:
             self.after_local_step(track)
         else:
             self._settle_phase()
-
-    def _track_of(self, optimizer: torch.optim.Optimizer) -> Track:
-        for track in self.tracks:
-            if track.optimizer is optimizer:
-                return track
-        raise ConfigurationError(
-            f"averager {self.name!r}: this {type(optimizer).__name__} is not one of its optimizers"
-        )
 
     def _settle_phase(self) -> None:
         """Begin the local phase once all used optimizers have taken `start_step` steps."""

@@ -127,10 +127,6 @@ class InThread(Generic[T]):
             raise
 
 
-def _name_of(op: Any) -> Any:
-    return getattr(getattr(op, "op", op), "name", op)
-
-
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view without complex numbers, which most backends do not support."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -225,7 +221,9 @@ class Group:
         """
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if op is None else op
-        kind = "all_reduce" if op is None else f"all_reduce {_name_of(op)}"
+        kind = "all_reduce"
+        if op is not None:  # maybe one with a factor, which has the named one as `op`
+            kind += f" {getattr(getattr(op, 'op', op), 'name', op)}"
         start = self.process_group.allreduce
         return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
 

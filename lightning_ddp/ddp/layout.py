@@ -23,7 +23,8 @@ NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
 _ALIGNMENT_BYTES = 512
 """Alignment of buckets. NCCL moves 16 bytes at a time only from a multiple of 16, and vector instructions of
 the CPU read whole cache lines; CUDA's allocator aligns to 512 bytes."""
-_LARGEST_BYTES = 32 * 1024 * 1024 - 128 * 1024
+_LARGEST_BYTES = 32 * MIB - 128 * 1024
+"""Size of a block that is freed at once, never written to, so that glibc keeps more freed memory."""
 
 _Kind = tuple[torch.dtype, torch.device]
 
@@ -169,7 +170,9 @@ class BucketLayout:
         self._storage: dict[_Kind, torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
         self.where: dict[int, tuple[Bucket, int]] = {}
-        _keep_freed_memory()
+        # glibc keeps twice the largest block freed so far, up to 32 MiB (M_MMAP_THRESHOLD in mallopt(3)).
+        # Otherwise autograd's memory of each gradient, freed once copied, would need new pages in every step.
+        torch.empty(_LARGEST_BYTES, dtype=torch.uint8)
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
@@ -255,12 +258,3 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
     """Round `numel` up to the alignment of buckets."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // step) * step
-
-
-def _keep_freed_memory() -> None:
-    """Free one large block that was never written to, which makes glibc keep more freed memory.
-
-    It keeps twice the largest block freed so far, up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)). Otherwise
-    autograd's memory of each gradient, freed once that is copied, would need new pages in every step.
-    """
-    torch.empty(_LARGEST_BYTES, dtype=torch.uint8)

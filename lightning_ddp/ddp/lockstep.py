@@ -128,17 +128,11 @@ class Lockstep:
         told = uploaded(told, self._device)
         self._group.wait(self._group.all_reduce(told), self._device)
         stands = told.tolist()
-        num_active = stands.count(_FRESH)
         self._is_due = True
-        if not num_active:
-            return None
-        self._check(stands, num_fetched)
-        self._turns.append(Turn(is_replay=fresh is None, num_active=num_active))
-        return fresh or tree_map(lambda leaf: leaf, self._last_batch)
-
-    def _check(self, stands: Sequence[int], num_fetched: int) -> None:
         empty = [rank for rank, stand in enumerate(stands) if stand == _NOTHING]
         done = [rank for rank, stand in enumerate(stands) if stand != _FRESH]
+        if len(done) == len(stands):
+            return None
         if empty:
             raise UnevenInputsError(
                 f"rank {self._group.rank}: ranks {empty} have no training batch to repeat while the others"
@@ -150,6 +144,8 @@ class Lockstep:
                 f" have more; this rank has had {num_fetched} in this epoch. Give every rank the same"
                 ' number of batches, or allow different numbers with uneven_inputs="join".'
             )
+        self._turns.append(Turn(is_replay=fresh is None, num_active=len(stands) - len(done)))
+        return fresh or tree_map(lambda leaf: leaf, self._last_batch)
 
     def forget(self) -> None:
         """Drop the last batch and the module's snapshot, at the end of training."""
@@ -201,7 +197,10 @@ class Lockstep:
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce `tensors` over the ranks of `group` that have a new batch, if any, else over all."""
         resolved = reduce_op(op)
-        num_active = self._num_active(group)
+        num_active = self.turn.num_active
+        if group is not self._group:
+            count = torch.tensor(int(not self.turn.is_replay), device=self._device)
+            num_active = int(all_reduce(group, count).item())
         if not num_active:
             all_reduce_coalesced(group, tensors, resolved)
             return
@@ -214,12 +213,6 @@ class Lockstep:
             if is_mean:
                 for tensor in tensors:
                     tensor.detach().copy_(tensor / num_active)
-
-    def _num_active(self, group: Group) -> int:
-        if group is self._group:
-            return self.turn.num_active
-        count = torch.tensor(int(not self.turn.is_replay), device=self._device)
-        return int(all_reduce(group, count).item())
 
 
 class LockstepLoader:
