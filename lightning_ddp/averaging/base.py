@@ -58,11 +58,9 @@ class Track:
 
     optimizer: torch.optim.Optimizer
     names: list[str]
-    """Names of the optimizer's parameters."""
     num_steps: int = 0
     """Number of steps since the beginning of training."""
     num_local_steps: int = 0
-    """Number of steps in the local phase."""
 
 
 class Averager:

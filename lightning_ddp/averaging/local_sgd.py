@@ -62,7 +62,6 @@ class NodeGradients:
             )
         self._hook = hook
         self.name = f"{hook_name(hook)} in nodes" if hook is not None else "allreduce in nodes"
-        """Name of the hook for error messages."""
         self._is_global = is_global
         self._world = Channel(group, device) if hook is None else None
         self._node = Channel(part_group(group, node_size, device), device)

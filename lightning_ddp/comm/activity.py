@@ -255,7 +255,6 @@ class Interrupt:
         self.may_abort = False
         """True if this process continues after an abort of its groups."""
         self.error: BaseException | None = None
-        """The failure, or None."""
         self._looked_at: Entry | None = None
         self._lock = threading.Lock()
 

@@ -218,7 +218,6 @@ class Segment(NamedTuple):
     """A slice of one tensor that is sent in one chunk."""
 
     number: int
-    """Index of the tensor."""
     where: slice
     """Slice of its elements, in the order of memory."""
 

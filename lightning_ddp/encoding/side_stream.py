@@ -23,7 +23,6 @@ from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.shm.shared_memory import Deferred, open_staging
 
 Wait = Callable[[], torch.Tensor]
-"""Function that waits for a collective and returns its result."""
 _Job = Callable[[], torch.Tensor | None]
 _HALT_S = 10.0
 

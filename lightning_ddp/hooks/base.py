@@ -173,7 +173,6 @@ class StatefulHook(Hook):
         self._is_bucket_spoiled = torch.zeros((), dtype=torch.bool)
         """True if a value of the present bucket was not finite."""
         self._are_spoiled: list[torch.Tensor] = []
-        """The flags of the buckets of this step."""
         self._settling: torch.futures.Future[torch.Tensor] | None = None
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
