@@ -201,7 +201,7 @@ class Bucket:
         if scale is not None and self._late_runs:
             foreach_mul_(self._late_runs, scale)
 
-    def _copy_in(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    def _copy_in(self, params: list[torch.nn.Parameter], views: list[torch.Tensor]) -> None:
         if params:
             foreach_copy_(views, cast(list[torch.Tensor], [p.grad for p in params]))
 
@@ -299,7 +299,7 @@ class ViewBucket(Bucket):
         self._keep([grad])
         param.grad = view
 
-    def _copy_in(self, params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    def _copy_in(self, params: list[torch.nn.Parameter], views: list[torch.Tensor]) -> None:
         grads = [p.grad for p in params]
         if all(map(operator.is_, grads, views)):
             return
