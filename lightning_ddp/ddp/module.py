@@ -341,9 +341,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         replaced = self._places.replaced()
         if replaced:
             self._places.expect_restored(output, replaced, self._group.rank)
-        if replaced and len(replaced) == len(self._places.names):
-            return output  # functional_call replaced all parameters, so no gradient reaches ours
-        self.prepare_for_backward(output, absent=replaced)
+        if len(replaced) < len(self._places.names):  # else functional_call has replaced all
+            self.prepare_for_backward(output, absent=replaced)
         return output
 
     def _prepare(self) -> None:
