@@ -131,14 +131,11 @@ class HierarchicalSGD(Averager):
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:
-        group = self.group
-        self._levels: dict[int, Channel] = {}
-        for period, size in self._sizes().items():
-            if size >= group.size:
-                self._levels[period] = self.channel
-            else:
-                part = part_group(group, size, self.channel.device)
-                self._levels[period] = Channel(part, self.channel.device)
+        group, device = self.group, self.channel.device
+        self._levels = {
+            period: self.channel if size >= group.size else Channel(part_group(group, size, device), device)
+            for period, size in self._sizes().items()
+        }
 
     def after_local_step(self, track: Track) -> None:
         due = [period for period in self._levels if track.num_local_steps % period == 0]

@@ -5,6 +5,7 @@ Every rank that is given the same order of parameters computes the same plan.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -188,8 +189,8 @@ class BucketLayout:
         grads = self._release()
         flats = self._slice_storage(plan)
         self.buckets = tuple(
-            self._make_bucket(index, spec, flat, is_last=index == len(plan) - 1)
-            for index, (spec, flat) in enumerate(zip(plan, flats, strict=True))
+            self._make_bucket(index, spec, flats[index], is_last=index == len(plan) - 1)
+            for index, spec in enumerate(plan)
         )
         for bucket in self.buckets:
             self.where |= {index: (bucket, position) for position, index in enumerate(bucket.spec.indices)}
@@ -219,7 +220,7 @@ class BucketLayout:
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
         """Slice the flat buffers from one allocation per dtype and device, which all plans reuse."""
-        offsets: dict[_Kind, int] = {}
+        offsets: dict[_Kind, int] = defaultdict(int)
         flats = []
         for spec in plan:
             kind = (spec.dtype, spec.device)
@@ -229,9 +230,8 @@ class BucketLayout:
             if kind not in self._storage:
                 same = [s for s in self._specs if (s.dtype, s.device) == kind and not s.is_sparse]
                 self._storage[kind] = self._zeros(sum(_aligned(s.numel, s.dtype) for s in same), *kind)
-            start = offsets.get(kind, 0)
-            offsets[kind] = start + _aligned(spec.numel, spec.dtype)
-            flats.append(self._storage[kind][start : start + spec.numel])
+            flats.append(self._storage[kind][offsets[kind] : offsets[kind] + spec.numel])
+            offsets[kind] += _aligned(spec.numel, spec.dtype)
         return flats
 
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
