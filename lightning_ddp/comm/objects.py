@@ -129,7 +129,7 @@ class _TakingApart(pickle.Pickler):
 class _Assembler(pickle.Unpickler):
     tensors: Sequence[torch.Tensor] = ()
 
-    def persistent_load(self, number: Any) -> torch.Tensor:
+    def persistent_load(self, number: int) -> torch.Tensor:
         return self.tensors[number]
 
 

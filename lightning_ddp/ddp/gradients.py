@@ -22,6 +22,7 @@ from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
 from lightning_ddp.errors import BackwardOrderError
 
+_RREF: Any = getattr(torch.distributed.rpc, "RRef", ())
 _UNKNOWN = 2**62
 """Number of gradients that no bucket gets: it is full when the backward is over."""
 
@@ -34,7 +35,7 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
     """
     if isinstance(obj, torch.Tensor):
         yield obj
-    elif isinstance(obj, getattr(torch.distributed.rpc, "RRef", ())) and obj.is_owner():
+    elif isinstance(obj, _RREF) and obj.is_owner():
         yield from find_tensors(obj.local_value())
     elif isinstance(obj, (list, tuple, dict)):
         for item in obj.values() if isinstance(obj, dict) else obj:
