@@ -430,12 +430,12 @@ def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase():
 
 def test_agreement_averages_what_has_diverged_and_nothing_else():
     def finish(module, averager):
-        before = averager.num_bytes_sent
+        before = averager.channel.num_bytes_sent
         averager.agree()
         first = {n: p.detach().clone() for n, p in module.named_parameters()}
-        sent = averager.num_bytes_sent - before
+        sent = averager.channel.num_bytes_sent - before
         averager.agree()
-        return first, sent, averager.num_bytes_sent - before - sent
+        return first, sent, averager.channel.num_bytes_sent - before - sent
 
     spec = {"name": "diloco", "period": 100}
     answers = train(spec, 2, num_steps=3, finish=finish)
@@ -470,7 +470,7 @@ def test_bytes_sent_as_part_of_averaged_gradients(spec, limit):
         averager = build_averager(spec, module, [optimizer], group)
         for _ in range(200):
             averager.step(optimizer)
-        return averager.num_bytes_sent
+        return averager.channel.num_bytes_sent
 
     for sent in run_threads(rank_main, 2):
         assert 0.5 * limit < sent / (200 * 4 * numel) <= limit

@@ -24,14 +24,12 @@ def parameter_specs(draw: st.DrawFn) -> list[ParameterSpec]:
     sizes = draw(st.lists(st.integers(min_value=0, max_value=300), min_size=1, max_size=40))
     return [
         ParameterSpec(
-            name=f"p{i}",
-            shape=(size,),
-            stride=(1,),
+            numel=size,
             dtype=draw(st.sampled_from(DTYPES)),
             device=draw(st.sampled_from(DEVICES)),
             is_sparse=draw(st.integers(0, 9)) == 0,
         )
-        for i, size in enumerate(sizes)
+        for size in sizes
     ]
 
 
@@ -69,7 +67,7 @@ def test_plan_holds_every_parameter_once_within_caps(specs, seed, caps) -> None:
 
 
 def test_a_parameter_above_the_cap_has_a_bucket_of_its_own() -> None:
-    specs = [ParameterSpec.of(str(i), torch.empty(n)) for i, n in enumerate([10, 1000, 10])]
+    specs = [ParameterSpec.of(torch.empty(n)) for n in [10, 1000, 10]]
     plan = plan_buckets(specs, [0, 1, 2], caps_bytes=[100])
     assert [bucket.indices for bucket in plan] == [(0,), (1,), (2,)]
 
@@ -77,7 +75,7 @@ def test_a_parameter_above_the_cap_has_a_bucket_of_its_own() -> None:
 def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
     dense = torch.nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
     expanded = torch.nn.Parameter(torch.empty(6)[::2])
-    specs = [ParameterSpec.of("a", dense), ParameterSpec.of("b", expanded)]
+    specs = [ParameterSpec.of(dense), ParameterSpec.of(expanded)]
     (plan,) = plan_buckets(specs, [0, 1], caps_bytes=[10**6])
     bucket = Bucket(0, plan, torch.zeros(plan.numel), [dense, expanded], ["a", "b"], is_last=True)
     a, b = bucket.gradients()
@@ -92,7 +90,7 @@ def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
 def test_buckets_start_at_multiples_of_512_bytes_of_one_memory_in_every_plan(dtype) -> None:
     params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (7, 1, 129, 0, 4096, 3, 255)]
     made = BucketLayout(params, [str(i) for i in range(7)], ReducerOptions(caps_bytes=[10**6]))
-    specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(params)]
+    specs = [ParameterSpec.of(p) for p in params]
     (memory,) = {bucket.flat.untyped_storage().data_ptr() for bucket in made.buckets}
     for caps in ([10**6], [1], [1, 600, 2]):
         made.apply(plan_buckets(specs, [3, 0, 6, 1, 5, 4, 2], caps_bytes=caps))
@@ -106,7 +104,7 @@ def test_buckets_start_at_multiples_of_512_bytes_of_one_memory_in_every_plan(dty
 
 def test_a_hook_may_replace_the_buffer() -> None:
     params = [torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))]
-    specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(params)]
+    specs = [ParameterSpec.of(p) for p in params]
     (plan,) = plan_buckets(specs, [0, 1], caps_bytes=[10**6])
     bucket = Bucket(0, plan, torch.zeros(plan.numel), params, ["0", "1"], is_last=True)
     base = torch.arange(10.0)

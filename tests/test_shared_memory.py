@@ -111,7 +111,7 @@ def test_ranks_of_several_hosts_get_the_same_sum(hosts) -> None:
         found = [tensor.clone() for tensor in tensors]
         tensors[0].fill_(rank)
         if rank == 0:
-            memory.all_reduce_nothing(1, torch.float32)
+            memory.all_reduce(tensors[0], contributes=False)
         else:
             memory.all_reduce(tensors[0])
         return found, tensors[0].item()
@@ -130,7 +130,7 @@ def test_parts_of_a_tensor_and_ranks_with_nothing_to_add() -> None:
         tensor.fill_(rank + 1)
         memory.all_reduce(tensor[10:40])
         if rank == 1:
-            memory.all_reduce_nothing(20, torch.float32)
+            memory.all_reduce(tensor[60:80], contributes=False)
         else:
             memory.all_reduce(tensor[60:80])
         return [part.unique().tolist() for part in tensor.split((10, 30, 20, 20, 20))]

@@ -58,11 +58,9 @@ class Track:
 
     optimizer: torch.optim.Optimizer
     names: list[str]
-    """Names of the optimizer's parameters."""
     num_steps: int = 0
     """Number of steps since the beginning of training."""
     num_local_steps: int = 0
-    """Number of steps in the local phase."""
 
 
 class Averager:
@@ -138,11 +136,6 @@ class Averager:
         """True if all ranks have the same parameters."""
         return self._standing is Standing.SAME
 
-    @property
-    def num_bytes_sent(self) -> int:
-        """Number of bytes that this rank has sent for averaging."""
-        return self.channel.num_bytes_sent
-
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
         """Count a step that `optimizer` has just taken, and average if it is due (then communicates).
 
@@ -152,7 +145,10 @@ class Averager:
                 together, and the step does not count. In the local phase ranks skip independently, so it
                 counts; otherwise the ranks would average at different times.
         """
-        track = self._track_of(optimizer)
+        track = next((track for track in self.tracks if track.optimizer is optimizer), None)
+        if track is None:
+            kind = type(optimizer).__name__
+            raise ConfigurationError(f"averager {self.name!r}: this {kind} is not one of its optimizers")
         if was_skipped and not self._is_local:
             return
         track.num_steps += 1
@@ -162,14 +158,6 @@ class Averager:
             self.after_local_step(track)
         else:
             self._settle_phase()
-
-    def _track_of(self, optimizer: torch.optim.Optimizer) -> Track:
-        for track in self.tracks:
-            if track.optimizer is optimizer:
-                return track
-        raise ConfigurationError(
-            f"averager {self.name!r}: this {type(optimizer).__name__} is not one of its optimizers"
-        )
 
     def _settle_phase(self) -> None:
         """Begin the local phase once all used optimizers have taken `start_step` steps."""
@@ -212,17 +200,14 @@ class Averager:
         """
         if self._standing is Standing.SAME:
             return False
-        tensors: list[torch.Tensor] = list(self.parameters.values())
+        tensors = [p.detach() for p in self.parameters.values()]
         # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
-        averaged = (
-            [p.detach().clone() for p in tensors] if self.keeps_rounds and self.mixes_rounds else tensors
-        )
+        is_copied = self.keeps_rounds and self.mixes_rounds
+        averaged = [t.clone() for t in tensors] if is_copied else tensors
         self.run(lambda: average_(self.wire, averaged))
         self.run(lambda: average_buffers(self.channel, self.module))
-        with torch.no_grad():
-            for parameter, mean in zip(tensors, averaged, strict=True):
-                if mean is not parameter:
-                    parameter.copy_(mean)
+        for tensor, mean in zip(tensors, averaged, strict=True) if is_copied else ():
+            tensor.copy_(mean)
         self._standing = Standing.SAME
         return True
 

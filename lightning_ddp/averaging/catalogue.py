@@ -38,9 +38,7 @@ class AveragerPlan:
     """A checked averager specification: name and options."""
 
     name: str
-    """Name of the averager."""
     options: AveragerOptions
-    """Options of the averager, an instance of its `Options`."""
 
 
 def parse_averager(spec: str | Mapping[str, Any]) -> AveragerPlan:

@@ -24,8 +24,6 @@ from lightning_ddp.errors import ConfigurationError, require
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGDOptions(AveragerOptions):
-    """Options of `post_local_sgd`."""
-
     start_step: int = 100
     """Number of optimizer steps with averaged gradients; the paper ends them at the first decay of the
     learning rate."""
@@ -44,14 +42,10 @@ class PostLocalSGD(Averager):
 class NodeGradients:
     """A communication hook that averages in nodes of neighboring ranks, once local training has started.
 
-    Collective: all ranks must construct it.
+    `hook` reduces over all ranks until then, while `is_global` returns True; None for the plain mean. There
+    are `node_size` ranks on a node.
 
-    Args:
-        hook: hook that reduces over all ranks until then; None for the plain mean.
-        group: all ranks.
-        node_size: number of ranks on a node.
-        device: device of the gradients.
-        is_global: returns True while gradients have to be averaged over all ranks.
+    Collective: all ranks must construct it.
     """
 
     def __init__(
@@ -68,7 +62,6 @@ class NodeGradients:
             )
         self._hook = hook
         self.name = f"{hook_name(hook)} in nodes" if hook is not None else "allreduce in nodes"
-        """Name of the hook for error messages."""
         self._is_global = is_global
         self._world = Channel(group, device) if hook is None else None
         self._node = Channel(part_group(group, node_size, device), device)
@@ -83,8 +76,6 @@ class NodeGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalSGDOptions(AveragerOptions):
-    """Options of `hierarchical_sgd`."""
-
     period: int = field(default=1, init=False)  # replaced by `periods`
     periods: Mapping[int, int]
     """Mapping from a period in optimizer steps to the number of neighboring ranks that average then; longer
@@ -140,19 +131,11 @@ class HierarchicalSGD(Averager):
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:
-        group = self.group
-        self._levels: dict[int, Channel] = {}
-        for period, size in self._sizes().items():
-            if size >= group.size:
-                self._levels[period] = self.channel
-            else:
-                part = part_group(group, size, self.channel.device)
-                self._levels[period] = Channel(part, self.channel.device)
-
-    @property
-    def num_bytes_sent(self) -> int:
-        inner = [channel for channel in self._levels.values() if channel is not self.channel]
-        return self.channel.num_bytes_sent + sum(channel.num_bytes_sent for channel in inner)
+        group, device = self.group, self.channel.device
+        self._levels = {
+            period: self.channel if size >= group.size else Channel(part_group(group, size, device), device)
+            for period, size in self._sizes().items()
+        }
 
     def after_local_step(self, track: Track) -> None:
         due = [period for period in self._levels if track.num_local_steps % period == 0]

@@ -13,14 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
-from lightning_ddp.encoding.mean import (
-    CastCodec,
-    EncodedWire,
-    Int8Codec,
-    Segment,
-    exchange,
-    memory_view,
-)
+from lightning_ddp.encoding.mean import CastCodec, EncodedWire, Int8Codec, Segment, exchange, memory_view
 from lightning_ddp.errors import require
 
 _INT8_BLOCK = 256
@@ -117,8 +110,6 @@ class OuterAverager(Averager):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowMoOptions(AveragerOptions):
-    """Options of `slowmo`."""
-
     period: int = 12
     """Number of optimizer steps between two rounds."""
     slow_lr: float = 1.0
@@ -155,8 +146,6 @@ class SlowMo(OuterAverager):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoOptions(AveragerOptions):
-    """Options of `diloco`."""
-
     period: int = 100
     """Number of optimizer steps between two synchronizations; the DiLoCo paper uses 500."""
     outer_lr: float = 0.7

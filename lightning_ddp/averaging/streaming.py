@@ -13,15 +13,12 @@ import torch
 
 from lightning_ddp.averaging.base import Track
 from lightning_ddp.averaging.outer import DiLoCo, DiLoCoOptions
-from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.mean import CHUNK_NUMEL, memory_view
 from lightning_ddp.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCoOptions(DiLoCoOptions):
-    """Options of `streaming_diloco`."""
-
     period: int = 100
     """Number of optimizer steps between two synchronizations of a fragment; fragments take turns in it."""
     num_fragments: int = 4
@@ -75,7 +72,11 @@ class StreamingDiLoCo(DiLoCo):
 
     def prepare(self) -> None:
         super().prepare()
-        self._under_way: dict[int, _Exchange] = {}
+        self._begin_again(vars(self).get("_under_way", {}))
+
+    def _begin_again(self, under_way: dict[int, _Exchange]) -> None:
+        """Keep exchanges, which all ranks have to send again."""
+        self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
 
     def after_local_step(self, track: Track) -> None:
         self._send_again()
@@ -162,12 +163,7 @@ class StreamingDiLoCo(DiLoCo):
     def restore(self, mark: Any) -> None:
         base, under_way = mark
         super().restore(base)
-        self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
-
-    def rejoin(self, group: Group) -> None:
-        under_way = self._under_way
-        super().rejoin(group)
-        self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
+        self._begin_again(under_way)
 
     def _send_again(self) -> None:
         for exchange in self._under_way.values():
@@ -206,11 +202,10 @@ class StreamingDiLoCo(DiLoCo):
         if state["name"] != self.name:
             return notes
         for index, saved in state["under_way"].items():
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            mean = saved["mean"].to(self.channel.device, copy=True)
-            future.set_result(mean)
             if all(name in self.parameters for name in saved["names"]):
-                self._under_way[int(index)] = _Exchange(
-                    names=saved["names"], due=saved["due"], moved=mean.clone(), future=future
-                )
+                future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+                mean = saved["mean"].to(self.channel.device, copy=True)
+                future.set_result(mean)
+                pending = _Exchange(names=saved["names"], due=saved["due"], moved=mean.clone(), future=future)
+                self._under_way[int(index)] = pending
         return notes

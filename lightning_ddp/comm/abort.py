@@ -40,9 +40,7 @@ def remember_connections(num_peers: int = 0) -> Generator[None, None, None]:
     """Record the sockets opened in this context, so that `abort_groups` can shut them down.
 
     Also works during the context: a group is not made until all ranks have connected, which may never happen.
-
-    Args:
-        num_peers: number of peers for whose connections gloo may wait.
+    `num_peers` is the number of peers for whose connections gloo may wait.
     """
     making = _sockets(), num_peers
     _making.append(making)
@@ -169,10 +167,7 @@ def retire_groups(beside: Iterable[Any] = ()) -> None:
 
     User code may keep a group of lost ranks: its collectives would wait for these ranks. gloo's destructor
     waits for the threads of the group, and such a thread may wait until the timeout of the group for the rest
-    of a message whose sender was lost.
-
-    Args:
-        beside: further groups, which torch does not know.
+    of a message whose sender was lost. `beside` are further groups, which torch does not know.
     """
     known = list(known_groups())
     for group in known:

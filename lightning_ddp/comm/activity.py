@@ -30,7 +30,6 @@ class Entry(NamedTuple):
     """Record of a collective that this rank has started, or is about to start."""
 
     lane: Lane
-    """Record of the collective's process group."""
     number: int
     """Sequence number within the group, from 1."""
     kind: str
@@ -38,7 +37,6 @@ class Entry(NamedTuple):
     label: str | None
     """Purpose, such as 'reduce of bucket 4'; None if not given."""
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
-    """Shapes and dtypes."""
     since: float
     """Start time, in seconds of `time.monotonic`."""
 
@@ -63,9 +61,7 @@ def _shape(shape: torch.Size) -> str:
 class Lane:
     """The collectives of one process group, in the order in which this rank starts them.
 
-    Args:
-        name: a unique name of the group, the same on all its ranks.
-        ranks: global ranks of the group, in group order.
+    The name is the same on all ranks of the group, and `ranks` are their global ranks, in group order.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
@@ -95,8 +91,6 @@ class Lane:
 
 
 class Waiting(NamedTuple):
-    """A thread's wait."""
-
     label: str
     since: float
     """Start of the wait, in seconds of `time.monotonic`."""
@@ -148,15 +142,14 @@ class Activity:
 
     def last_started(self) -> Entry | None:
         """Return the entry of the last collective that this rank started in any group."""
-        last = [lane.recent[-1] for lane in self.lanes if lane.recent]
+        last = (lane.recent[-1] for lane in self.lanes if lane.recent)
         return max(last, key=lambda entry: entry.since, default=None)
 
     def entry(self) -> Entry | None:
         """Return the awaited collective: of the main thread, else another thread, else a device."""
         waits = sorted(self._waits.copy().values(), key=lambda wait: wait.is_side)
         on_device = self.on_device
-        entries = [wait.entry for wait in (*waits, on_device) if wait is not None and wait.entry is not None]
-        return entries[0] if entries else None
+        return next((wait.entry for wait in (*waits, on_device) if wait is not None and wait.entry), None)
 
     def blocked_on(self) -> list[tuple[str, int, bool]]:
         """Return group, number and `is_start` of the collectives that block this rank.
@@ -188,17 +181,15 @@ class Activity:
             self.advance()
 
     def advance(self) -> None:
-        """Record the end of the calling thread's wait, or the begin of a step."""
+        """Record the end of the calling thread's wait, or the beginning of a step."""
         self._waits.pop(threading.get_ident(), None)
         self.since = time.monotonic()
         self.count += 1
 
     def lane(self, process_group: Any) -> Lane:
         """Return the lane of a process group; make it at the first call for that group."""
-        lane = self._known.get(process_group)
-        if lane is None:
-            lane = self.add(process_group, *_describe(process_group, len(self.lanes)))
-        return lane
+        known = self._known.get(process_group)
+        return known or self.add(process_group, *_describe(process_group, len(self.lanes)))
 
     def groups(self) -> list[Any]:
         """Return the process groups that have a lane."""
@@ -219,12 +210,10 @@ class Activity:
 
 
 def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
-    """Return name and global ranks of a group."""
     if process_group in known_groups():
-        ranks = dist.get_process_group_ranks(process_group)
-        if dist.is_initialized() and process_group is dist.group.WORLD:
-            return "world", ranks
-        return f"group {name_of_group(process_group)}", ranks
+        is_world = dist.is_initialized() and process_group is dist.group.WORLD
+        name = "world" if is_world else f"group {name_of_group(process_group)}"
+        return name, dist.get_process_group_ranks(process_group)
     return f"group {number}" if number else "world", range(process_group.size())
 
 
@@ -266,7 +255,6 @@ class Interrupt:
         self.may_abort = False
         """True if this process continues after an abort of its groups."""
         self.error: BaseException | None = None
-        """The failure, or None."""
         self._looked_at: Entry | None = None
         self._lock = threading.Lock()
 
@@ -290,8 +278,7 @@ class Interrupt:
     def check_deadline(self, *, is_over: bool = False) -> None:
         """Raise if a wait has passed its timeout and the other ranks have reported what they do instead.
 
-        Args:
-            is_over: True if the backend's own timeout has passed already.
+        `is_over` means that the backend's own timeout has passed already.
         """
         supervisor, waiting = self.supervisor, self.activity.of_this_thread()
         if supervisor is None or waiting is None:
@@ -303,11 +290,5 @@ class Interrupt:
         if waited_s < _LOOK_AFTER_S or entry is None or entry is self._looked_at:
             return
         self._looked_at = entry
-        error = supervisor.look(entry)
-        if error is not None:
+        if (error := supervisor.look(entry)) is not None:
             raise error
-
-    @property
-    def is_comparing(self) -> bool:
-        """True if each collective is compared between the ranks before it starts."""
-        return self.supervisor is not None and self.supervisor.is_comparing

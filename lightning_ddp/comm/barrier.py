@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.call import Call, limit_of
+from lightning_ddp.comm.call import Call, Timeout, limit_of
 from lightning_ddp.comm.group import Group, InThread
 from lightning_ddp.errors import CollectiveTimeoutError, ConfigurationError, RendezvousError
 
@@ -26,13 +26,7 @@ _ATTEMPT = "lightning_ddp/attempt"
 _ASK_AGAIN_S = 0.05
 
 
-def barrier(
-    group: Group,
-    device: torch.device,
-    name: str | None = None,
-    *,
-    timeout: timedelta | float | None = None,
-) -> None:
+def barrier(group: Group, device: torch.device, name: str | None = None, *, timeout: Timeout = None) -> None:
     """Wait until all ranks have called this function.
 
     Collective: all ranks must call it.
@@ -42,7 +36,7 @@ def barrier(
         name: part of the label of the call.
         timeout: as for `all_reduce`, also its errors.
     """
-    call = Call(group=group, device=device, label=_label("barrier", name), timeout=timeout)
+    call = Call(group, device, _label("barrier", name), timeout)
     token = torch.zeros(1, dtype=torch.int32, device=device)
     call.wait(call.start(lambda: group.all_reduce(token, label=call.label)))
     group.wait_device(device)
@@ -70,7 +64,7 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
         ConfigurationError: torch knows no store for this group; pass one with `Group(..., store=store)`.
     """
     # The call has no deadline of its own: at the deadline the ranks decide together which are missing.
-    call = Call(group=group, device=torch.device("cpu"), label=_label("monitored_barrier", name))
+    call = Call(group, torch.device("cpu"), _label("monitored_barrier", name))
     limit_s = limit_of(timeout, call.label)
     if group.store is None:
         raise ConfigurationError(
@@ -106,24 +100,15 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
 
     verdict = call.wait_for_thread(InThread(come, limit_s))
     if verdict != _ALL_CAME:
-        raise _missing(call, verdict)
-
-
-def _missing(call: Call, verdict: str) -> CollectiveTimeoutError:
-    by, limit_s, *missing = verdict.split(" ")
-    ranks = [int(rank) for rank in missing]
-    late = call.group.rank in ranks
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(missing)}"
-    return CollectiveTimeoutError(
-        f"rank {call.group.rank} of {call.group.size}: {call.label}: rank {by} has waited {limit_s} s,"
-        f" its deadline, and {names} did not come"
-        + ("; this rank came when it was over" if late else "")
-        + f". Look at what {names} did meanwhile, or give it more time.",
-        label=call.label,
-        rank=call.group.rank,
-        waited_s=call.waited_s,
-        missing=ranks,
-    )
+        by, limit, *ranks = verdict.split(" ")
+        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        late = "; this rank came when it was over" if str(rank) in ranks else ""
+        raise call.error(
+            CollectiveTimeoutError,
+            f": rank {by} has waited {limit} s, its deadline, and {names} did not come{late}."
+            f" Look at what {names} did meanwhile, or give it more time.",
+            missing=list(map(int, ranks)),
+        )
 
 
 # ---------------------------------------------------------------------- attempts of torchrun

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,6 +30,8 @@ from lightning_ddp.errors import (
 )
 
 T = TypeVar("T")
+Timeout = timedelta | float | None
+"""Time limit of a call, as a `timedelta` or in seconds; None for the group's timeout."""
 
 _MARGIN = timedelta(seconds=2)
 _NO_TIMEOUT = timedelta(0)
@@ -43,47 +44,34 @@ def check_rank(group: Group, rank: int, what: str) -> None:
 
 
 def limit_of(timeout: timedelta | float, label: str) -> float:
-    """Convert the timeout of a collective to seconds.
-
-    Raises:
-        ConfigurationError: it is not a time above 0.
-    """
+    """Convert the timeout of a collective to seconds; ConfigurationError if it is not above 0."""
     seconds = in_seconds(f"{label}: timeout", timeout)
     require(seconds > 0, f"{label}: timeout={timeout!r}: expected a time above 0")
     return seconds
 
 
-@dataclass(kw_only=True)
 class Call:
-    """A collective that this rank has called; it may start several works.
+    """A collective that this rank has called on tensors of a device; it may start several works.
+
+    The label is its name in errors, in the profiler and in reports of what a rank waits for.
 
     Raises:
         ConfigurationError: this rank is not in the group, or the timeout is invalid.
     """
 
-    group: Group
-    """Group whose ranks all call the collective."""
-    device: torch.device
-    """Device of the tensors."""
-    label: str
-    """Name in errors, in the profiler and in reports of what a rank waits for."""
-    timeout: timedelta | float | None = None
-    """Time limit from the call on; None for the group's timeout."""
-    started_at: float = field(default_factory=time.monotonic)
-    """Time of the call, in seconds of `time.monotonic`."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.group, Group):
+    def __init__(self, group: Group, device: torch.device, label: str, timeout: Timeout = None) -> None:
+        if not isinstance(group, Group):
             raise ConfigurationError(
-                f"this rank is not in the group ({self.group!r}). sub_group returns None on the ranks that"
+                f"this rank is not in the group ({group!r}). sub_group returns None on the ranks that"
                 " are not in its list; those ranks must not take part in its collectives."
             )
-        self._limit_s = float("inf") if self.timeout is None else limit_of(self.timeout, self.label)
+        self.group, self.device, self.label, self.timeout = group, device, label, timeout
+        self._started_at = time.monotonic()
+        self._limit_s = float("inf") if timeout is None else limit_of(timeout, label)
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the call."""
-        return time.monotonic() - self.started_at
+        return time.monotonic() - self._started_at
 
     def start(self, begin: Callable[[], Any]) -> Any:
         """Call `begin`, which starts a collective, in a profiler span; return its work."""
@@ -116,13 +104,11 @@ class Call:
             return
         if self.device.type != "cpu":  # its kernel would never end by itself
             threading.Thread(target=self._abort, daemon=True, name="lightning_ddp abort").start()
-        raise CollectiveTimeoutError(
-            f"{self._name} has not ended after {waited_s:.1f} s, past its deadline of {self._limit_s:g} s:"
-            " not all ranks have called it, or a rank is slow or lost. The group cannot be used any further."
-            " Check what the other ranks do, or allow more time.",
-            label=self.label,
-            rank=self.group.rank,
-            waited_s=waited_s,
+        raise self.error(
+            CollectiveTimeoutError,
+            f" has not ended after {waited_s:.1f} s, past its deadline of {self._limit_s:g} s: not all ranks"
+            " have called it, or a rank is slow or lost. The group cannot be used any further. Check what the"
+            " other ranks do, or allow more time.",
         )
 
     def _abort(self) -> None:
@@ -144,26 +130,16 @@ class Call:
     def explain(self, error: Exception) -> CollectiveError:
         """Convert an error of the backend to one that names the collective."""
         kind = CollectiveTimeoutError if is_timeout(str(error)) else CollectiveError
-        waited_s = self.waited_s
-        return kind(
-            f"{self._name} failed after {waited_s:.1f} s: {error}",
-            label=self.label,
-            rank=self.group.rank,
-            waited_s=waited_s,
-        )
+        return self.error(kind, f" failed after {self.waited_s:.1f} s: {error}")
 
-    @property
-    def _name(self) -> str:
-        return f"rank {self.group.rank} of {self.group.size}: {self.label}"
+    def error(self, kind: type[CollectiveError], text: str, missing: Sequence[int] = ()) -> CollectiveError:
+        """Make an error whose message begins with rank and label."""
+        rank, message = self.group.rank, f"rank {self.group.rank} of {self.group.size}: {self.label}{text}"
+        return kind(message, label=self.label, rank=rank, waited_s=self.waited_s, missing=missing)
 
 
 def run(
-    group: Group,
-    begin: Callable[[], Any],
-    *,
-    label: str,
-    timeout: timedelta | float | None = None,
-    wait: bool = True,
+    group: Group, begin: Callable[[], Any], *, label: str, timeout: Timeout = None, wait: bool = True
 ) -> Running:
     """Run any collective of `torch.distributed` that returns a `Work`, with a label and a deadline.
 
@@ -191,7 +167,7 @@ def run(
         BaseException: the failure of the group's interrupt, such as `PeerFailure`.
     """
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    call = Call(group=group, device=device, label=label, timeout=timeout)
+    call = Call(group, device, label, timeout)
     work = call.start(lambda: group.start(label, (), begin, label=label))
     if work is None:
         raise ConfigurationError(

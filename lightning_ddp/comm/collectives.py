@@ -12,27 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.call import Call, check_rank
+from lightning_ddp.comm.call import Call, Timeout, check_rank
 from lightning_ddp.comm.exit import note_sent
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError, one_of
 
-_TRAVEL_AS_THEY_ARE = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_TRAVEL_AS_THEY_ARE = {*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8}
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.AVG,
@@ -41,14 +33,8 @@ _REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_LOGICAL = {
-    "SUM": dist.ReduceOp.MAX,
-    "MAX": dist.ReduceOp.MAX,
-    "BOR": dist.ReduceOp.MAX,
-    "PRODUCT": dist.ReduceOp.MIN,
-    "MIN": dist.ReduceOp.MIN,
-    "BAND": dist.ReduceOp.MIN,
-}
+_LOGICAL_OR, _LOGICAL_AND = ("SUM", "MAX", "BOR"), ("PRODUCT", "MIN", "BAND")
+"""Names of the reductions of bool."""
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32}
 CHUNK_BYTES = 25 * 2**20
 """Largest number of bytes of small tensors that are copied together into one collective."""
@@ -92,12 +78,7 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def broadcast(
-    group: Group,
-    tensor: torch.Tensor,
-    src: int = 0,
-    *,
-    timeout: timedelta | float | None = None,
-    label: str = "broadcast",
+    group: Group, tensor: torch.Tensor, src: int = 0, *, timeout: Timeout = None, label: str = "broadcast"
 ) -> torch.Tensor:
     """Overwrite `tensor` with that of group rank `src` and return it.
 
@@ -108,7 +89,7 @@ def broadcast(
         src: a rank of the group, otherwise a ConfigurationError.
         timeout, label: as for `all_reduce`, also its errors.
     """
-    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    call = Call(group, tensor.device, label, timeout)
     check_rank(group, src, "broadcast from")
     contiguous = tensor.detach().contiguous()
     call.wait(call.start(lambda: group.broadcast(numbers(contiguous), src, label=label)))
@@ -145,7 +126,7 @@ def all_gather(
     tensor: torch.Tensor,
     *,
     sync_grads: bool = False,
-    timeout: timedelta | float | None = None,
+    timeout: Timeout = None,
     label: str = "all_gather",
 ) -> torch.Tensor:
     """Return the tensors of all ranks, stacked: shape (size, *tensor.shape), in rank order.
@@ -155,10 +136,10 @@ def all_gather(
     Args:
         tensor: the same shape and dtype on all ranks.
         sync_grads: True to let gradients flow back to the contributing rank (the backward communicates).
-        timeout: deadline of this call, and of its backward; None for the group's timeout.
+        timeout: deadline of this call, and of its backward.
         label: as for `all_reduce`, also its errors.
     """
-    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    call = Call(group, tensor.device, label, timeout)
     if sync_grads and torch.is_grad_enabled() and tensor.requires_grad:
         gathered: torch.Tensor = _AllGather.apply(tensor, call)  # type: ignore[no-untyped-call]
         return gathered
@@ -172,10 +153,7 @@ def gathered_by(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     outputs = [numbers(row) for row in stacked.unbind(0)]
     mine = numbers(tensor.detach().contiguous())
     note_sent(outputs)
-
-    def begin() -> Any:
-        return group.process_group.allgather([outputs], [mine])
-
+    begin = partial(group.process_group.allgather, [outputs], [mine])
     call.wait(call.start(lambda: group.start("all_gather", (mine,), begin, label=call.label)))
     return stacked
 
@@ -204,33 +182,26 @@ def reduce_op(op: Any) -> Any:
     Raises:
         ConfigurationError: the name is unknown.
     """
-    if op is None:
-        return dist.ReduceOp.SUM
     if not isinstance(op, str):
-        return op
-    known = _REDUCE_OPS.get(op.lower())
-    if known is None:
+        return dist.ReduceOp.SUM if op is None else op
+    if op.lower() not in _REDUCE_OPS:
         raise ConfigurationError(f"reduce_op={op!r}: expected {one_of(sorted(_REDUCE_OPS))}")
-    return known
+    return _REDUCE_OPS[op.lower()]
 
 
 def _sendable(tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
-    """Return a contiguous tensor, perhaps a view, and an operation that backends support; a mean is summed.
-
-    Raises:
-        ConfigurationError: the operation is not defined for the dtype.
-    """
+    """Return a contiguous tensor, perhaps a view, and a supported operation; a mean becomes a sum."""
     resolved = reduce_op(op)
     is_mean = bool(resolved == dist.ReduceOp.AVG)
     sent = tensor.detach().contiguous()
     if tensor.dtype == torch.bool:
-        logical = _LOGICAL.get(getattr(resolved, "name", ""))
-        if logical is None:
+        name = getattr(resolved, "name", "")
+        if name not in (*_LOGICAL_OR, *_LOGICAL_AND):
             raise ConfigurationError(
                 f"reduce_op {op!r} of bool: expected sum or max (any rank), product or min (every rank)."
                 " Convert the tensor to numbers first."
             )
-        return sent.view(torch.uint8), logical
+        return sent.view(torch.uint8), dist.ReduceOp.MAX if name in _LOGICAL_OR else dist.ReduceOp.MIN
     if tensor.is_complex() and not is_mean and resolved != dist.ReduceOp.SUM:
         raise ConfigurationError(f"reduce_op {op!r} of complex numbers: expected 'sum' or 'mean'")
     # gloo has an average only since torch 2.12, and no backend promotes integers for it.
@@ -251,7 +222,7 @@ def all_reduce(
     tensor: torch.Tensor,
     op: Any = "sum",
     *,
-    timeout: timedelta | float | None = None,
+    timeout: Timeout = None,
     label: str = "all_reduce",
 ) -> torch.Tensor:
     """Reduce `tensor` over all ranks in place, in one collective, and return it.
@@ -270,7 +241,7 @@ def all_reduce(
         CollectiveTimeoutError: the deadline has passed.
         CollectiveError: the backend failed.
     """
-    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    call = Call(group, tensor.device, label, timeout)
     sent, sent_op = _sendable(tensor, op)
     call.wait(call.start(lambda: group.all_reduce(sent, sent_op, label=label)))
     return _write_back(tensor, sent, op, group.size)
@@ -281,7 +252,7 @@ def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: Any = "sum",
     *,
-    timeout: timedelta | float | None = None,
+    timeout: Timeout = None,
     label: str = "all_reduce_coalesced",
 ) -> None:
     """Reduce each of `tensors` in place, with one collective per dtype and device.
@@ -305,7 +276,7 @@ def reduce(
     dst: int = 0,
     op: Any = "sum",
     *,
-    timeout: timedelta | float | None = None,
+    timeout: Timeout = None,
     label: str = "reduce",
 ) -> torch.Tensor:
     """Reduce `tensor` in place on group rank `dst` and return it; other ranks keep their tensor.
@@ -317,15 +288,12 @@ def reduce(
         dst: the rank that gets the result; a rank of the group, otherwise a ConfigurationError.
         op, timeout, label: as for `all_reduce`, also its errors.
     """
-    call = Call(group=group, device=tensor.device, label=label, timeout=timeout)
+    call = Call(group, tensor.device, label, timeout)
     check_rank(group, dst, "reduce to")
     is_root, options = group.rank == dst, dist.ReduceOptions()
     sent, options.reduceOp = _sendable(tensor if is_root else tensor.clone(), op)
     options.rootRank = dst
     real = torch.view_as_real(sent) if sent.is_complex() else sent
-
-    def begin() -> Any:
-        return group.process_group.reduce([real], options)
-
+    begin = partial(group.process_group.reduce, [real], options)
     call.wait(call.start(lambda: group.start(f"reduce to {dst}", (real,), begin, label=label)))
     return _write_back(tensor, sent, op, group.size) if is_root else tensor

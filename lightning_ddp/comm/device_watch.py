@@ -27,7 +27,7 @@ _IDLE_LOOKS = 50
 _CAPTURE_OF_THIS_THREAD = 1  # cudaStreamCaptureModeThreadLocal
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Queued:
     """Work that was on a stream when its event was recorded."""
 
@@ -48,9 +48,8 @@ def _record(event: Any | None, device: torch.device) -> Any:
 class DeviceWatch:
     """Thread that checks that queued device work runs within the deadline, and explains why if not.
 
-    Args:
-        interrupt: has the supervisor, which makes the error of a step that passes its deadline.
-        on_failure: called once, in the watching thread, with the error.
+    The supervisor of the interrupt makes the error of a step that passes its deadline. `on_failure` is called
+    once, in the watching thread, with the error.
     """
 
     def __init__(self, interrupt: Interrupt, on_failure: Callable[[BaseException], None]) -> None:
@@ -71,33 +70,22 @@ class DeviceWatch:
         device: torch.device,
         on_slice: Callable[[float], None] | None = None,
     ) -> None:
-        """Register the work queued on the current stream; return after a few microseconds.
+        """Register the work queued on the current stream, for which `waiting` is the wait of the device.
 
-        Args:
-            waiting: the wait of the device for that work.
-            process_group: group of the queued collectives.
-            device: device of the stream.
-            on_slice: called repeatedly in the watching thread until the work has run, with the seconds since
-                the start; may raise the failure to report.
+        It takes a few microseconds. `on_slice` is called repeatedly in the watching thread until the work has
+        run, with the seconds since the start; may raise the failure to report.
         """
         if self._is_closed.is_set():
             return
         with self._lock:
             spare = self._spare.pop() if self._spare else None
-        queued = _Queued(
-            event=_record(spare, device),
-            waiting=waiting,
-            process_group=process_group,
-            device=device,
-            on_slice=on_slice,
-        )
+        queued = _Queued(_record(spare, device), waiting, process_group, device, on_slice)
         with self._lock:
             if self._latest is not None:  # of an earlier step: the new event completes after it
                 self._spare.append(self._latest.event)
             self._latest = queued
-            has_to_start = not self._is_running
-            self._is_running = True
-        if has_to_start:
+            was_running, self._is_running = self._is_running, True
+        if not was_running:
             threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch").start()
 
     def forget(self) -> None:
@@ -107,7 +95,6 @@ class DeviceWatch:
         self._interrupt.activity.on_device = None
 
     def close(self) -> None:
-        """Stop the watching thread."""
         self._is_closed.set()
 
     # ------------------------------------------------------------------ the thread
@@ -155,13 +142,7 @@ class DeviceWatch:
             return not self._is_running
 
     def _has_run(self, queued: _Queued) -> bool:
-        """Return True if the queued work has run.
-
-        Raises:
-            CollectiveError: NCCL has found an error.
-            CollectiveTimeoutError: the work has not run within the deadline.
-            BaseException: the error that `on_slice` raised.
-        """
+        """Return True if the queued work has run; raise errors of NCCL, the deadline and `on_slice`."""
         label, waited_s = queued.waiting.label, time.monotonic() - queued.waiting.since
         found = error_of(queued.process_group, queued.device)
         if found is not None:

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -67,20 +68,12 @@ def _part() -> None:
 
 def _is_another_runnable() -> bool:
     """Return True if another thread runs or waits for a processor; False if unknown."""
-    try:
-        threads = os.listdir("/proc/self/task")
-    except OSError:
-        return False
-    states = (_state_of(thread) for thread in threads if int(thread) != threading.get_native_id())
-    return "R" in states
-
-
-def _state_of(thread: str) -> str | None:
-    try:
-        with open(f"/proc/self/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:  # it has ended
-        return None
+    for status in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            state = status.read_bytes().rpartition(b")")[2].split()[0]
+            if state == b"R" and int(status.parent.name) != threading.get_native_id():
+                return True
+    return False
 
 
 # ---------------------------------------------------------------------- gloo's own end of the process
@@ -89,8 +82,7 @@ def _state_of(thread: str) -> str | None:
 class _Handler:
     """The C++ terminate handler of this process, which calls the previous handler at last.
 
-    Raises:
-        OSError, AttributeError: the C++ library is not GNU's.
+    Raises OSError or AttributeError if the C++ library is not GNU's.
     """
 
     def __init__(self) -> None:
@@ -119,7 +111,6 @@ class _Handler:
         return ctypes.c_char_p.from_address(info + ctypes.sizeof(ctypes.c_void_p)).value or b""
 
     def remove(self) -> None:
-        """Restore the previous handler."""
         self._set(ctypes.cast(self._before, ctypes.c_void_p))
 
 

@@ -19,13 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import (
-    backend_of,
-    is_profiling,
-    known_groups,
-    timeout_of,
-    without_engine_context,
-)
+from lightning_ddp._torch import backend_of, is_profiling, known_groups, timeout_of, without_engine_context
 from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
 from lightning_ddp.comm.exit import note_sent
 from lightning_ddp.comm.nccl import error_of, is_nccl, memory_problem
@@ -68,14 +62,11 @@ class InThread(Generic[T]):
 
     A store does not reply while its process is stopped (SIGSTOP), and no timeout of torch applies then.
 
-    Args:
-        call: function to call; gets this object, for `until`.
-        limit_s: time limit in seconds.
+    The called function gets this object, for `until`.
     """
 
     def __init__(self, call: Callable[[InThread[T]], T], limit_s: float = float("inf")) -> None:
         self.is_over = threading.Event()
-        """Set once the call has returned or raised."""
         self.error: Exception | None = None
         """Error that the call raised, or a TimeoutError after the time limit; None otherwise."""
         self._call = call
@@ -119,8 +110,7 @@ class InThread(Generic[T]):
     def wait(self, on_slice: Callable[[float], None]) -> None:
         """Wait until the call has ended, or its time limit has passed.
 
-        Args:
-            on_slice: called after each slice with the seconds waited so far; may raise, which ends `until`.
+        `on_slice` is called after each slice with the seconds waited so far; may raise, which ends `until`.
         """
         start = time.monotonic()
         try:
@@ -135,11 +125,6 @@ class InThread(Generic[T]):
         except BaseException:
             self._is_wanted = False
             raise
-
-
-def _name_of(op: Any) -> Any:
-    """Return the name of a `ReduceOp`, also of one with a factor."""
-    return getattr(getattr(op, "op", op), "name", op)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,9 +194,8 @@ class Group:
         if name is None:
             pg = self.process_group
             if type(pg) is dist.ProcessGroup:
-                name = str(backend_of(pg, device).name()).lower()
-            else:
-                name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
+                pg = backend_of(pg, device)
+            name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
             self._names[device.type] = name = "nccl" if is_nccl(name) else name
         return name
 
@@ -233,12 +217,13 @@ class Group:
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, label: str | None = None) -> Any:
         """Start an in-place all-reduce; `op` defaults to the sum, `label` names its purpose.
 
-        The tensor is contiguous, or sparse where the backend supports that. Complex numbers are sent as
-        pairs.
+        The tensor is contiguous, or sparse where the backend supports that; complex numbers go as pairs.
         """
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if op is None else op
-        kind = "all_reduce" if op is None else f"all_reduce {_name_of(op)}"
+        kind = "all_reduce"
+        if op is not None:  # maybe one with a factor, which has the named one as `op`
+            kind += f" {getattr(getattr(op, 'op', op), 'name', op)}"
         start = self.process_group.allreduce
         return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
 
@@ -286,11 +271,7 @@ class Group:
     # ------------------------------------------------------------------ waits
 
     def wait(
-        self,
-        work: Any,
-        device: torch.device,
-        on_slice: OnSlice = None,
-        label: str | None = None,
+        self, work: Any, device: torch.device, on_slice: OnSlice = None, label: str | None = None
     ) -> None:
         """Wait for a work: on the CPU until done, with NCCL until queued on the current stream.
 
@@ -363,10 +344,6 @@ class Group:
     def wait_device(self, device: torch.device, on_slice: OnSlice = None) -> None:
         """Wait until all work queued on the current stream has run; returns at once on the CPU.
 
-        Args:
-            device: device of the stream.
-            on_slice: as for `wait`.
-
         Raises:
             CollectiveError: NCCL has found an error, so results may be incomplete.
         """
@@ -381,36 +358,23 @@ class Group:
             self.check()
             found = error_of(self.process_group, device)
             if found is not None:
-                label = "work queued on the device"
-                raise CollectiveError(
-                    f"{label} ended without its results: NCCL's watchdog reports {found}",
-                    label=label,
-                    rank=self.process_group.rank(),
-                    waited_s=time.monotonic() - start,
-                )
+                label, waited_s = "work queued on the device", time.monotonic() - start
+                message = f"{label} ended without its results: NCCL's watchdog reports {found}"
+                raise CollectiveError(message, label=label, rank=self.rank, waited_s=waited_s)
 
     def watch_device(self, device: torch.device, label: str, since: float, on_slice: OnSlice = None) -> None:
         """Let a thread watch the work queued on the current stream, and report if it never ends; do not wait.
 
-        Without effect if waits of this group block the host, or if there is no watch.
-
-        Args:
-            device: device of the stream.
-            label: description of the queued work.
-            since: time before its first collective started, in seconds of `time.monotonic`.
-            on_slice: as for `wait`, but called in the watching thread.
+        Without effect if waits of this group block the host, or if there is no watch. `since` is a time
+        before the first collective, in seconds of `time.monotonic`; `on_slice` is called in that thread.
         """
         watch = self.interrupt.device_watch if self.interrupt is not None else None
         if self.interrupt is None or watch is None or device.type != "cuda":
             return
         if self.backend(device) in ("gloo", "python") or torch.cuda.is_current_stream_capturing():
             return
-        watch.expect(
-            Waiting(label, since, self.interrupt.activity.last_started(), is_side=True),
-            process_group=self.process_group,
-            device=device,
-            on_slice=on_slice,
-        )
+        waiting = Waiting(label, since, self.interrupt.activity.last_started(), is_side=True)
+        watch.expect(waiting, process_group=self.process_group, device=device, on_slice=on_slice)
 
     # ------------------------------------------------------------------ slices
 
@@ -423,9 +387,8 @@ class Group:
     def _waiting(
         self, label: str, entry: Entry | None = None, *, is_for_job: bool = False
     ) -> Generator[None, None, None]:
-        noted: AbstractContextManager[None] = nullcontext()
-        if self.interrupt is not None:
-            noted = self.interrupt.activity.waiting(label, entry, is_for_job=is_for_job)
+        activity = self.interrupt.activity if self.interrupt is not None else None
+        noted = activity.waiting(label, entry, is_for_job=is_for_job) if activity else nullcontext()
         with noted, span(f"wait {label}"):
             yield
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-from lightning_ddp.comm.call import Call, check_rank
+from lightning_ddp.comm.call import Call, Timeout, check_rank
 from lightning_ddp.comm.collectives import CHUNK_BYTES, chunks, gathered_by, numbers, unpack
 from lightning_ddp.comm.group import Group
 
@@ -31,7 +30,7 @@ def all_gather_objects(
     obj: Any,
     device: torch.device,
     *,
-    timeout: timedelta | float | None = None,
+    timeout: Timeout = None,
     label: str = "all_gather_objects",
 ) -> list[Any]:
     """Return the objects of all ranks, in rank order.
@@ -40,7 +39,7 @@ def all_gather_objects(
 
     Collective: all ranks must call it.
     """
-    call = Call(group=group, device=device, label=label, timeout=timeout)
+    call = Call(group, device, label, timeout)
     payload = pickle.dumps(obj)
     inline = _GATHERED_PACKET_BYTES - _HEADER_BYTES
     packets = _gather_bytes(call, _packet(payload, inline))
@@ -62,7 +61,7 @@ def broadcast_nested(
     device: torch.device,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    timeout: timedelta | float | None = None,
+    timeout: Timeout = None,
     label: str = "broadcast_nested",
 ) -> Any:
     """Return the object of group rank `src`, with its tensors sent as tensors.
@@ -84,7 +83,7 @@ def broadcast_nested(
     Returns:
         On `src` the object itself, on other ranks its copy.
     """
-    call = Call(group=group, device=device, label=label, timeout=timeout)
+    call = Call(group, device, label, timeout)
     check_rank(group, src, "broadcast from")
     if group.rank == src:
         skeleton = io.BytesIO()
@@ -103,8 +102,9 @@ def broadcast_nested(
         (tensor.cpu() if is_cpu else tensor).requires_grad_(requires_grad)
         for tensor, (_, _, is_cpu, requires_grad) in zip(contents, kinds, strict=True)
     ]
-    result: Any = _Assembler(io.BytesIO(pickled), received).load()
-    return result
+    assembler = _Assembler(io.BytesIO(pickled))
+    assembler.tensors = received
+    return assembler.load()
 
 
 class _TakingApart(pickle.Pickler):
@@ -116,7 +116,6 @@ class _TakingApart(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number of a tensor that is taken out; None for an object that is pickled."""
         if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.is_quantized:
             return None
         if obj.is_meta or (obj.is_cpu and obj.nbytes < _INLINE_BYTES):
@@ -128,16 +127,10 @@ class _TakingApart(pickle.Pickler):
 
 
 class _Assembler(pickle.Unpickler):
-    """Unpickler that replaces the numbers by tensors."""
+    tensors: Sequence[torch.Tensor] = ()
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, number: Any) -> torch.Tensor:
-        """Return the tensor with this number."""
-        tensor: torch.Tensor = self._tensors[number]
-        return tensor
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self.tensors[number]
 
 
 # ---------------------------------------------------------------------- bytes and tensors

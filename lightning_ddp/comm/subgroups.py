@@ -76,6 +76,7 @@ def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group
 def _make(group: Group, device: torch.device, ranks: Sequence[int]) -> Group | None:
     """Make a group of these ranks; None on other ranks, and where torch cannot make one."""
     number = group.next_number("group")
+    made: Any = None
     store: Any = None
     if group.backend(device) != "gloo":
         made = _make_with_torch(group, ranks)
@@ -86,8 +87,6 @@ def _make(group: Group, device: torch.device, ranks: Sequence[int]) -> Group | N
         first = backend_of(group.process_group, device)
         with remember_connections():
             made = gloo_like(first, dist.PrefixStore("gloo", store), ranks.index(group.rank), len(ranks))
-    else:
-        made = None
     if made is None or group.rank not in ranks:
         return None
     if group.interrupt is not None and group.lane is not None:

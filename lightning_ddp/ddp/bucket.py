@@ -33,11 +33,8 @@ class BucketSpec:
     indices: tuple[int, ...]
     """Positions of its parameters in the planned list, in the order of the flat buffer."""
     numel: int
-    """Elements of the flat buffer."""
     dtype: torch.dtype
-    """Type of all its parameters."""
     device: torch.device
-    """Device of all its parameters."""
     is_sparse: bool = False
     """True if the bucket holds a single parameter, whose gradients are sparse tensors."""
 
@@ -54,7 +51,6 @@ class GradientStreams:
         self._noted: dict[int, Any] = {}
 
     def clear(self) -> None:
-        """Forget the streams of the last backward."""
         self._noted.clear()
 
     def note(self) -> None:
@@ -197,11 +193,17 @@ class Bucket:
 
     def copy_late(self, scale: float | None) -> None:
         """Copy the small gradients into the buffer, scaled unless `scale` is None; TypeError if missing."""
-        params, views = self._present()
-        if params:
-            foreach_copy_(views, cast(list[torch.Tensor], [p.grad for p in params]))
+        if not self.absent:
+            self._copy_in(self._late_params, self._late_views)
+        else:
+            present = [i for i in self._late if i not in self.absent]
+            self._copy_in([self.params[i] for i in present], [self.views[i] for i in present])
         if scale is not None and self._late_runs:
             foreach_mul_(self._late_runs, scale)
+
+    def _copy_in(self, params: list[torch.nn.Parameter], views: list[torch.Tensor]) -> None:
+        if params:
+            foreach_copy_(views, cast(list[torch.Tensor], [p.grad for p in params]))
 
     def fill_absent(self, position: int, scale: float | None) -> None:
         """Copy the contribution of a parameter without a new gradient: its accumulated one, or zeros.
@@ -239,13 +241,6 @@ class Bucket:
             grads = [cast(torch.Tensor, self.params[i].grad) for i in present]
             foreach_copy_(grads, [self.views[i] for i in present])
             self._keep(grads)
-
-    def _present(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
-        """Return the parameters with small gradients that arrived, and their views."""
-        if not self.absent:
-            return self._late_params, self._late_views
-        present = [i for i in self._late if i not in self.absent]
-        return [self.params[i] for i in present], [self.views[i] for i in present]
 
     def _keep(self, gradients: Any) -> None:
         if self.streams is not None:
@@ -304,22 +299,18 @@ class ViewBucket(Bucket):
         self._keep([grad])
         param.grad = view
 
-    def copy_late(self, scale: float | None) -> None:
-        params, views = self._present()
+    def _copy_in(self, params: list[torch.nn.Parameter], views: list[torch.Tensor]) -> None:
         grads = [p.grad for p in params]
         if all(map(operator.is_, grads, views)):
-            grads = []
-        elif any(map(operator.is_, grads, views)):  # some accumulated in place: copy only the others
+            return
+        if any(map(operator.is_, grads, views)):  # some accumulated in place: copy only the others
             moved = [i for i, (grad, view) in enumerate(zip(grads, views, strict=True)) if grad is not view]
             params, views = [params[i] for i in moved], [views[i] for i in moved]
             grads = [grads[i] for i in moved]
-        if grads:
-            foreach_copy_(views, cast(list[torch.Tensor], grads))
-            self._keep(grads)
-            for param, view in zip(params, views, strict=True):
-                param.grad = view
-        if scale is not None and self._late_runs:
-            foreach_mul_(self._late_runs, scale)
+        foreach_copy_(views, cast(list[torch.Tensor], grads))
+        self._keep(grads)
+        for param, view in zip(params, views, strict=True):
+            param.grad = view
 
     def fill_absent(self, position: int, scale: float | None) -> None:
         param, view = self.params[position], self.views[position]
@@ -416,18 +407,12 @@ def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill one block of memory, in any order of the dimensions."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
 def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     views = []
-    offset = 0
-    base = flat.storage_offset()
+    offset, base = 0, flat.storage_offset()
     for p in parameters:
-        # Keep channels_last and the like: autograd expects the parameter's strides.
-        if p.numel() and _is_dense(p):
+        # Keep channels_last and the like of dense parameters: autograd expects the parameter's strides.
+        if p.numel() and torch.empty_like(p, device="meta").stride() == p.stride():
             views.append(flat.as_strided(p.shape, p.stride(), base + offset))
         else:
             views.append(flat[offset : offset + p.numel()].view(p.shape))

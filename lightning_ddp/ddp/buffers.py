@@ -14,13 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ddp._torch import (
-    COMPUTED,
-    UPDATE_COUNT,
-    buffers_of,
-    foreach_copy_,
-    preserve_version_counters,
-)
+from lightning_ddp._torch import COMPUTED, UPDATE_COUNT, buffers_of, foreach_copy_, preserve_version_counters
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
@@ -29,12 +23,7 @@ Moment = Literal["before_forward", "after_forward"]
 Broadcast = bool | Literal["auto"]
 """True to broadcast buffers in forwards, 'auto' only in those that read them, where that is known."""
 
-_BATCH_NORMS = (
-    torch.nn.BatchNorm1d,
-    torch.nn.BatchNorm2d,
-    torch.nn.BatchNorm3d,
-    torch.nn.SyncBatchNorm,
-)
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
 @contextmanager
@@ -148,10 +137,8 @@ class Buffers:
     def are_due(self, where: Moment, *, follows_sync: bool, is_joining: bool) -> bool:
         """Return True if the buffers must be synchronized at this moment of a forward; the same on all ranks.
 
-        Args:
-            where: the moment.
-            follows_sync: True if the last forward was synchronized.
-            is_joining: True if ranks may be out of input, so that all steps must communicate alike.
+        `follows_sync` means that the last forward was synchronized, `is_joining` that ranks may be out of
+        input, so that all steps must communicate alike.
         """
         if not (self._is_on and self._places) or where != self.location:
             return False
@@ -185,17 +172,12 @@ class Buffers:
 
 def _batch_norms(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.nn.Module] | None:
     """Return the layers that own the buffers if all of these are BatchNorm statistics; else None."""
-    layers: list[torch.nn.Module] = []
-    for prefix, layer in module.named_modules():
-        names = [
-            f"{prefix}.{key}" if prefix else key for key, b in buffers_of(layer).items() if b is not None
-        ]
-        if ignored.issuperset(names):
-            continue
-        if type(layer) not in _BATCH_NORMS:
-            return None
-        layers.append(layer)
-    return layers
+    layers = dict.fromkeys(
+        module.get_submodule(name.rpartition(".")[0])
+        for name, _ in module.named_buffers(remove_duplicate=False)
+        if name not in ignored
+    )
+    return list(layers) if all(type(layer) in _BATCH_NORMS for layer in layers) else None
 
 
 # ---------------------------------------------------------------------- what a forward changes
@@ -205,11 +187,10 @@ class ModuleSnapshot:
     """A copy of the buffers of a module and of the states of its torchmetrics."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        modules = list(module.modules())
-        self._owners = [buffers_of(owner) for owner in modules if buffers_of(owner)]
+        self._owners = [buffers_of(owner) for owner in module.modules() if buffers_of(owner)]
         self._found = [
             metric
-            for metric in modules
+            for metric in module.modules()
             if hasattr(type(metric), "metric_state") and hasattr(metric, UPDATE_COUNT)
         ]
         self._find_buffers([])

@@ -35,12 +35,10 @@ class Board:
         self._prefix = f"lightning_ddp/missing/{token}"
 
     def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
-        """Post the parameters without a gradient on this rank; wait for the posts of the others.
+        """Post the parameters without a gradient on this rank, wait for the posts of the others.
 
-        `num_launched` is the number of buckets whose reduction this rank has started in this step.
-
-        Returns:
-            The error to raise, the same on all ranks up to the rank in its first line.
+        Return the error to raise, the same on all ranks up to the rank in its first line. `num_launched` is
+        the number of buckets whose reduction this rank has started in this step.
         """
         group, store = self.group, cast(Any, self.group.store)
         posts: dict[int, dict[str, Any]] = {group.rank: {"names": list(names), "num_launched": num_launched}}
@@ -58,7 +56,7 @@ class Board:
 
         if store is not None:
             InThread(exchange, _REPORT_DEADLINE_S).wait(lambda _: group.check())
-        found = dict(posts)
+        found = dict(posts)  # the thread may still add to it
         launched = {post["num_launched"] for post in found.values()}
         return MissingGradientError(
             {rank: post["names"] for rank, post in found.items()},

@@ -22,6 +22,7 @@ from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
 from lightning_ddp.errors import BackwardOrderError
 
+_RREF: Any = getattr(torch.distributed.rpc, "RRef", ())
 _UNKNOWN = 2**62
 """Number of gradients that no bucket gets: it is full when the backward is over."""
 
@@ -34,7 +35,7 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
     """
     if isinstance(obj, torch.Tensor):
         yield obj
-    elif _is_local_rref(obj):
+    elif isinstance(obj, _RREF) and obj.is_owner():
         yield from find_tensors(obj.local_value())
     elif isinstance(obj, (list, tuple, dict)):
         for item in obj.values() if isinstance(obj, dict) else obj:
@@ -43,9 +44,7 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
         for field in dataclasses.fields(obj):
             yield from find_tensors(getattr(obj, field.name))
     else:
-        for leaf in tree_leaves(obj):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
+        yield from (leaf for leaf in tree_leaves(obj) if isinstance(leaf, torch.Tensor))
 
 
 def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
@@ -63,11 +62,6 @@ def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
                 seen.add(following)
                 waiting.append(following)
     return reached
-
-
-def _is_local_rref(obj: Any) -> bool:
-    rref = getattr(torch.distributed.rpc, "RRef", None)
-    return rref is not None and isinstance(obj, rref) and bool(obj.is_owner())
 
 
 class Expected(Enum):
@@ -131,10 +125,7 @@ class Gradients:
     # ------------------------------------------------------------------ before and while they come
 
     def prepare(self, outputs: Sequence[torch.Tensor], absent: Iterable[int]) -> None:
-        """Set what the next backward, from `outputs`, gives each parameter.
-
-        Parameters in `absent` get no gradient on any rank.
-        """
+        """Set what the next backward, from `outputs`, gives each parameter: nothing to those in `absent`."""
         expected = self.expected = self._usual.copy()
         switched_off = [i for i, p in enumerate(self._params) if not p.requires_grad]
         for index in (*switched_off, *absent):
@@ -154,12 +145,11 @@ class Gradients:
         """Reset the buckets to expect the gradients of the next backward, whose indices go to `ready`."""
         is_usual = self._are_all_expected and not self.is_static
         for bucket in self._layout.buckets:
-            bucket.arm(bucket.size if is_usual else self._num_in(bucket), ready)
-
-    def _num_in(self, bucket: Bucket) -> int:
-        if self.is_learning:
-            return _UNKNOWN
-        return sum(self.counts[i] for i in bucket.spec.indices if self.expected[i] is Expected.YES)
+            if is_usual or self.is_learning:
+                number = bucket.size if is_usual else _UNKNOWN
+            else:
+                number = sum(self.counts[i] for i in bucket.spec.indices if self.expected[i] is Expected.YES)
+            bucket.arm(number, ready)
 
     def start(self) -> list[Bucket]:
         """Fill in the parameters known to get no gradient; return the buckets that are full by that."""

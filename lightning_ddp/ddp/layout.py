@@ -5,7 +5,7 @@ Every rank that is given the same order of parameters computes the same plan.
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,27 +24,24 @@ NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
 _ALIGNMENT_BYTES = 512
 """Alignment of buckets. NCCL moves 16 bytes at a time only from a multiple of 16, and vector instructions of
 the CPU read whole cache lines; CUDA's allocator aligns to 512 bytes."""
-_LARGEST_BYTES = 32 * 1024 * 1024 - 128 * 1024
+_LARGEST_BYTES = 32 * MIB - 128 * 1024
+"""Size of a block that is freed at once, never written to, so that glibc keeps more freed memory."""
 
 _Kind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerOptions:
-    """Options for the buckets, and for the gradients that a backward is expected to give."""
+    """Options of `BucketedDDP` for the buckets, and for the gradients that a backward is expected to give."""
 
     caps_bytes: tuple[int, ...]
     """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
     are_caps_default: bool = False
     """True if the user gave no caps."""
     gradient_as_bucket_view: bool = True
-    """True if `.grad` becomes a view of the bucket."""
     find_unused_parameters: bool = False
-    """True if parameters may lack a gradient, on some or all ranks; the graph is searched."""
     static_graph: bool = False
-    """True if every step has the graph of the first step."""
     skip_all_reduce_unused_params: bool = False
-    """True to skip buckets without a used parameter; all ranks must use the same parameters."""
     dtype: torch.dtype | None = None
     """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
 
@@ -78,43 +75,25 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """Properties of a parameter that the plan and the check across ranks use."""
+    """Properties of a parameter that decide about its bucket."""
 
-    name: str
-    """Qualified name in the wrapped module."""
-    shape: tuple[int, ...]
-    """Sizes by dimension."""
-    stride: tuple[int, ...]
-    """Elements between neighbors by dimension; differs from row-major for `channels_last`."""
+    numel: int
     dtype: torch.dtype
     """Dtype in which the gradient is reduced."""
     device: torch.device
-    """Device of the parameter."""
     is_sparse: bool = False
     """True if its gradients are sparse tensors."""
 
     @classmethod
     def of(
-        cls, name: str, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
+        cls, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
     ) -> ParameterSpec:
         """Describe `parameter`; a floating-point gradient is reduced in `dtype`, unless that is None."""
-        return cls(
-            name=name,
-            shape=tuple(parameter.shape),
-            stride=tuple(parameter.stride()),
-            dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype,
-            device=parameter.device,
-            is_sparse=is_sparse,
-        )
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+        reduced = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        return cls(numel=parameter.numel(), dtype=reduced, device=parameter.device, is_sparse=is_sparse)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradient."""
         return self.numel * self.dtype.itemsize
 
 
@@ -128,9 +107,7 @@ def plan_buckets(
     with sparse gradients. Caps are as in `ReducerOptions`.
 
     >>> cpu = torch.device("cpu")
-    >>> def spec(n):
-    ...     return ParameterSpec(name=str(n), shape=(n,), stride=(1,), dtype=torch.float32, device=cpu)
-    >>> specs = [spec(1), spec(2), spec(8), spec(1)]
+    >>> specs = [ParameterSpec(numel=n, dtype=torch.float32, device=cpu) for n in (1, 2, 8, 1)]
     >>> plan = plan_buckets(specs, [3, 2, 1, 0], caps_bytes=[8, 16])
     >>> [bucket.indices for bucket in plan]
     [(3,), (2,), (1, 0)]
@@ -189,13 +166,14 @@ class BucketLayout:
         self.names = tuple(names)
         self._options = options
         self._specs = tuple(
-            ParameterSpec.of(n, p, is_sparse=i in sparse, dtype=options.dtype)
-            for i, (n, p) in enumerate(zip(names, parameters, strict=True))
+            ParameterSpec.of(p, is_sparse=i in sparse, dtype=options.dtype) for i, p in enumerate(parameters)
         )
         self._storage: dict[_Kind, torch.Tensor] = {}
         self.buckets: tuple[Bucket, ...] = ()
         self.where: dict[int, tuple[Bucket, int]] = {}
-        _keep_freed_memory()
+        # glibc keeps twice the largest block freed so far, up to 32 MiB (M_MMAP_THRESHOLD in mallopt(3)).
+        # Otherwise autograd's memory of each gradient, freed once copied, would need new pages in every step.
+        torch.empty(_LARGEST_BYTES, dtype=torch.uint8)
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
@@ -211,12 +189,11 @@ class BucketLayout:
         grads = self._release()
         flats = self._slice_storage(plan)
         self.buckets = tuple(
-            self._make_bucket(index, spec, flat, is_last=index == len(plan) - 1)
-            for index, (spec, flat) in enumerate(zip(plan, flats, strict=True))
+            self._make_bucket(index, spec, flats[index], is_last=index == len(plan) - 1)
+            for index, spec in enumerate(plan)
         )
         for bucket in self.buckets:
-            for position, index in enumerate(bucket.spec.indices):
-                self.where[index] = (bucket, position)
+            self.where |= {index: (bucket, position) for position, index in enumerate(bucket.spec.indices)}
         for index, grad in grads.items():
             bucket, position = self.where[index]
             bucket.views[position].copy_(grad)
@@ -236,15 +213,14 @@ class BucketLayout:
     def _make_bucket(self, index: int, spec: BucketSpec, flat: torch.Tensor, *, is_last: bool) -> Bucket:
         params = [self.params[i] for i in spec.indices]
         names = [self.names[i] for i in spec.indices]
-        is_cast = any(p.dtype != spec.dtype for p in params)
-        is_view = self._options.gradient_as_bucket_view and not is_cast
+        is_view = self._options.gradient_as_bucket_view and all(p.dtype == spec.dtype for p in params)
         kind: type[Bucket] = SparseBucket if spec.is_sparse else ViewBucket if is_view else Bucket
         late_only = frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only)
         return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
         """Slice the flat buffers from one allocation per dtype and device, which all plans reuse."""
-        offsets: dict[_Kind, int] = {}
+        offsets: dict[_Kind, int] = defaultdict(int)
         flats = []
         for spec in plan:
             kind = (spec.dtype, spec.device)
@@ -253,11 +229,9 @@ class BucketLayout:
                 continue
             if kind not in self._storage:
                 same = [s for s in self._specs if (s.dtype, s.device) == kind and not s.is_sparse]
-                numel = sum(_aligned(s.numel, s.dtype) for s in same)
-                self._storage[kind] = self._zeros(numel, spec.dtype, spec.device)
-            start = offsets.get(kind, 0)
-            offsets[kind] = start + _aligned(spec.numel, spec.dtype)
-            flats.append(self._storage[kind][start : start + spec.numel])
+                self._storage[kind] = self._zeros(sum(_aligned(s.numel, s.dtype) for s in same), *kind)
+            flats.append(self._storage[kind][offsets[kind] : offsets[kind] + spec.numel])
+            offsets[kind] += _aligned(spec.numel, spec.dtype)
         return flats
 
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -276,8 +250,7 @@ class BucketLayout:
             if self.params[index].grad is view:
                 grads[index] = view.clone()
                 self.params[index].grad = None
-        self.where = {}
-        self.buckets = ()
+        self.where, self.buckets = {}, ()
         return grads
 
 
@@ -285,12 +258,3 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
     """Round `numel` up to the alignment of buckets."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // step) * step
-
-
-def _keep_freed_memory() -> None:
-    """Free one large block that was never written to, which makes glibc keep more freed memory.
-
-    It keeps twice the largest block freed so far, up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)). Otherwise
-    autograd's memory of each gradient, freed once that is copied, would need new pages in every step.
-    """
-    torch.empty(_LARGEST_BYTES, dtype=torch.uint8)

@@ -78,12 +78,10 @@ class Lockstep:
     ) -> LockstepLoader:
         """Wrap `loader` in a loader that ends on all ranks at the same step.
 
-        Collective: all ranks must call it.
+        `most` returns the number of batches of the longest loader; None exchanges the lengths now. `spare`
+        makes a batch for a rank that has none to repeat; None raises an error there.
 
-        Args:
-            loader: the loader of this rank.
-            most: returns the number of batches of the longest loader; None to exchange the lengths now.
-            spare: makes a batch for a rank that has none to repeat; None to raise an error there.
+        Collective: all ranks must call it.
         """
         if self._is_waiting:
             raise ConfigurationError(
@@ -117,11 +115,8 @@ class Lockstep:
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
         """Exchange which ranks have a new batch; return the batch that this rank uses.
 
-        Batches are in tuples; None stands for a rank that has run out, or for all ranks.
-
-        Raises:
-            UnevenInputsError: on every rank, if a rank ran out and that is not allowed, or has no batch to
-                repeat.
+        Batches are in tuples; None stands for a rank that has run out, or for all ranks. Raises
+        UnevenInputsError on every rank if a rank ran out and that is not allowed, or has no batch to repeat.
         """
         if fresh is not None:
             # Copy the containers: a step that changes its dict or list must not change the repetition.
@@ -133,17 +128,11 @@ class Lockstep:
         told = uploaded(told, self._device)
         self._group.wait(self._group.all_reduce(told), self._device)
         stands = told.tolist()
-        num_active = stands.count(_FRESH)
         self._is_due = True
-        if not num_active:
-            return None
-        self._check(stands, num_fetched)
-        self._turns.append(Turn(is_replay=fresh is None, num_active=num_active))
-        return fresh or tree_map(lambda leaf: leaf, self._last_batch)
-
-    def _check(self, stands: Sequence[int], num_fetched: int) -> None:
         empty = [rank for rank, stand in enumerate(stands) if stand == _NOTHING]
         done = [rank for rank, stand in enumerate(stands) if stand != _FRESH]
+        if len(done) == len(stands):
+            return None
         if empty:
             raise UnevenInputsError(
                 f"rank {self._group.rank}: ranks {empty} have no training batch to repeat while the others"
@@ -155,11 +144,12 @@ class Lockstep:
                 f" have more; this rank has had {num_fetched} in this epoch. Give every rank the same"
                 ' number of batches, or allow different numbers with uneven_inputs="join".'
             )
+        self._turns.append(Turn(is_replay=fresh is None, num_active=len(stands) - len(done)))
+        return fresh or tree_map(lambda leaf: leaf, self._last_batch)
 
     def forget(self) -> None:
         """Drop the last batch and the module's snapshot, at the end of training."""
-        self._last_batch = None
-        self._kept = None
+        self._last_batch = self._kept = None
 
     # ------------------------------------------------------------------ a step
 
@@ -190,12 +180,10 @@ class Lockstep:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` with a backward that scales gradients by this rank's weight in this step."""
-        if self.turn.is_replay:
-            factor = 0.0
-        elif self._counts_all or self.turn.num_active == self._group.size:
+        is_even = self._counts_all or self.turn.num_active == self._group.size
+        if is_even and not self.turn.is_replay:
             return loss
-        else:
-            factor = self._group.size / self.turn.num_active
+        factor = 0.0 if self.turn.is_replay else self._group.size / self.turn.num_active
         scaled: torch.Tensor = _ScaleGradient.apply(loss, factor)  # type: ignore[no-untyped-call]
         return scaled
 
@@ -209,7 +197,10 @@ class Lockstep:
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce `tensors` over the ranks of `group` that have a new batch, if any, else over all."""
         resolved = reduce_op(op)
-        num_active = self._num_active(group)
+        num_active = self.turn.num_active
+        if group is not self._group:
+            count = torch.tensor(int(not self.turn.is_replay), device=self._device)
+            num_active = int(all_reduce(group, count).item())
         if not num_active:
             all_reduce_coalesced(group, tensors, resolved)
             return
@@ -223,12 +214,6 @@ class Lockstep:
                 for tensor in tensors:
                     tensor.detach().copy_(tensor / num_active)
 
-    def _num_active(self, group: Group) -> int:
-        if group is self._group:
-            return self.turn.num_active
-        count = torch.tensor(int(not self.turn.is_replay), device=self._device)
-        return int(all_reduce(group, count).item())
-
 
 class LockstepLoader:
     """A loader with the length of the longest loader of all ranks, which ends on all ranks together.
@@ -240,21 +225,18 @@ class LockstepLoader:
         self.__dict__.update(_loader=loader, _lockstep=lockstep, _most=most)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped loader."""
         if name in ("_loader", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the wrapped loader."""
         setattr(self._loader, name, value)
 
     def __len__(self) -> int:
         """Return the greatest length of the loaders of all ranks; TypeError if they have none."""
         if self._most is None:
             raise TypeError(f"{type(self._loader).__name__} has no length")
-        length: int = self._most()
-        return length
+        return int(self._most())
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over an epoch, without prefetching; every step of it communicates."""
@@ -295,17 +277,16 @@ def _length(loader: Any) -> int:
 
 
 def _neutral(op: Any, dtype: torch.dtype) -> float:
-    """Return the neutral element of a reduction."""
     if op == dist.ReduceOp.PRODUCT:
         return 1
     if op == dist.ReduceOp.BAND:
         return 1 if dtype == torch.bool else -1 if dtype.is_signed else int(torch.iinfo(dtype).max)
     if op not in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
         return 0
-    is_min = bool(op == dist.ReduceOp.MIN)
-    if dtype.is_floating_point:
-        return float("inf") if is_min else float("-inf")
     if dtype == torch.bool:
-        return is_min
-    limits = torch.iinfo(dtype)
-    return int(limits.max if is_min else limits.min)
+        least, greatest = 0.0, 1.0
+    elif dtype.is_floating_point:
+        least, greatest = float("-inf"), float("inf")
+    else:
+        least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return greatest if op == dist.ReduceOp.MIN else least

@@ -24,36 +24,29 @@ class MixedPrecision:
             if dtype is not None and not dtype.is_floating_point:
                 raise ConfigurationError(f"mixed_precision.{name}={dtype}: expected a floating-point dtype")
         self.config = config
+        self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
+        """Dtype in which gradients are reduced; None for that of each parameter."""
         self._params = [
             p for name, p in module.named_parameters() if name not in ignored and p.is_floating_point()
         ]
         self._full: list[torch.Tensor] = []  # full-precision data while parameters hold copies
-        if config.buffer_dtype is not None:
-            for name, buffer in module.named_buffers():
-                if name not in ignored and buffer.is_floating_point():
-                    buffer.data = buffer.to(config.buffer_dtype)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients are reduced; None for that of each parameter."""
-        dtype: torch.dtype | None = self.config.reduce_dtype or self.config.param_dtype
-        return dtype
+        for name, buffer in module.named_buffers() if config.buffer_dtype is not None else ():
+            if name not in ignored and buffer.is_floating_point():
+                buffer.data = buffer.to(config.buffer_dtype)
 
     def cast_parameters(self) -> None:
         """Replace the data of parameters and gradients by low-precision copies, before a forward."""
         dtype = self.config.param_dtype
-        if dtype is None or self._full:
-            return
-        self._full = [p.data for p in self._params]
-        for p in self._params:
-            self._swap(p, p.data.to(dtype))
+        if dtype is not None and not self._full:
+            self._full = [p.data for p in self._params]
+            for p in self._params:
+                self._swap(p, p.data.to(dtype))
 
     def restore_parameters(self) -> None:
         """Restore parameters and gradients in full precision, after a backward."""
-        if self._full:
-            for p, data in zip(self._params, self._full, strict=True):
-                self._swap(p, data)
-            self._full = []
+        full, self._full = self._full, []
+        for p, data in zip(self._params, full, strict=False):  # none if they are in full precision already
+            self._swap(p, data)
 
     @staticmethod
     def _swap(parameter: Any, data: torch.Tensor) -> None:

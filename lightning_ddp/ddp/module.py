@@ -27,7 +27,7 @@ from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
 from lightning_ddp.ddp.buffers import Buffers, Moment, when_to_broadcast
-from lightning_ddp.ddp.layout import ParameterSpec, ReducerOptions, bucket_caps_bytes
+from lightning_ddp.ddp.layout import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module_checks import (
     ParameterPlaces,
@@ -41,7 +41,7 @@ from lightning_ddp.ddp.module_checks import (
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.ddp.reduction import CommHook
 from lightning_ddp.ddp.replica_hash import differing_state, state_of_optimizers
-from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError
+from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError, require
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
 
@@ -152,18 +152,16 @@ class BucketedDDP(Joinable, torch.nn.Module):
     ) -> None:
         super().__init__()
         check_transport(transport)
-        if dim != 0:
-            raise ConfigurationError(f"dim={dim}: expected 0, as inputs are scattered along dimension 0 only")
-        if check_reduction:
-            raise ConfigurationError(
-                "check_reduction=True is deprecated in torch and has no effect. Leave it out."
-            )
-        if skip_all_reduce_unused_params and not find_unused_parameters:
-            raise ConfigurationError("skip_all_reduce_unused_params=True needs find_unused_parameters=True")
-        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
-            raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported. Omit them."
-            )
+        require(dim == 0, f"dim={dim}: expected 0, as inputs are scattered along dimension 0 only")
+        require(not check_reduction, "check_reduction=True is deprecated and has no effect. Leave it out.")
+        require(
+            find_unused_parameters or not skip_all_reduce_unused_params,
+            "skip_all_reduce_unused_params=True needs find_unused_parameters=True",
+        )
+        require(
+            delay_all_reduce_named_params is None and param_to_hook_all_reduce is None,
+            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported. Omit them.",
+        )
         caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         group = check_process_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, IGNORED_NAMES, ()))
@@ -185,7 +183,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self.transport = transport
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.bucket_bytes_cap_list = [int(mb * 1024 * 1024) for mb in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_list = list(caps_bytes) if bucket_cap_mb_list else []
         self.bucket_bytes_cap = max(caps_bytes)
         self._group = Group(group, interrupt, transport=transport)
         check_backend(self._group, module, named)
@@ -200,21 +198,20 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 "transport": transport,
                 "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
             }
-            specs = [ParameterSpec.of(n, p) for n, p in named]
-            token = verify_across_ranks(self._group, specs, self.device, settings)
-        self._mixed = None
+            token = verify_across_ranks(self._group, named, self.device, settings)
+        mixed: MixedPrecision | None = None
         if mixed_precision is not None:
-            self._mixed = MixedPrecision(mixed_precision, module, frozenset(self.parameters_to_ignore))
-        low_dtype = self._mixed.config.param_dtype if self._mixed is not None else None
+            mixed = MixedPrecision(mixed_precision, module, frozenset(self.parameters_to_ignore))
+        self._mixed = mixed
         self._options = ReducerOptions(
             caps_bytes=caps_bytes,
             are_caps_default=bucket_cap_mb is None and not bucket_cap_mb_list,
             # A low-precision parameter cannot hold a gradient in full precision.
-            gradient_as_bucket_view=self.gradient_as_bucket_view and not low_dtype,
+            gradient_as_bucket_view=self.gradient_as_bucket_view and not (mixed and mixed.config.param_dtype),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            dtype=self._mixed.reduce_dtype if self._mixed is not None else None,
+            dtype=mixed.reduce_dtype if mixed is not None else None,
         )
         self._connect(named, token, find_hosts(self._group, self.device))
         if init_sync:
@@ -225,10 +222,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
     def _connect(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str, hosts: Hosts | None
     ) -> None:
-        """Make the reducer and the objects tied to this process and group.
-
-        Collective: all ranks must call it, if ranks share hosts.
-        """
+        """Make the objects tied to this process and group; collective if ranks share hosts."""
         ignored = frozenset(self.parameters_to_ignore)
         sparse = sparse_parameters(self.module.modules())
         self._module_buffers = Buffers(self._group, self.module, ignored, self._broadcast)
@@ -347,9 +341,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         replaced = self._places.replaced()
         if replaced:
             self._places.expect_restored(output, replaced, self._group.rank)
-        if replaced and len(replaced) == len(self._places.names):
-            return output  # functional_call replaced all parameters, so no gradient reaches ours
-        self.prepare_for_backward(output, absent=replaced)
+        if len(replaced) < len(self._places.names):  # else functional_call has replaced all
+            self.prepare_for_backward(output, absent=replaced)
         return output
 
     def _prepare(self) -> None:
@@ -521,9 +514,9 @@ class BucketedDDP(Joinable, torch.nn.Module):
         Raises:
             ConfigurationError: There is no default process group.
         """
+        if not enable and not dist.is_initialized():
+            return nullcontext()
         if not dist.is_initialized():
-            if not enable:
-                return nullcontext()
             raise ConfigurationError(
                 "join() needs torch.distributed.init_process_group, because torch's Join communicates"
                 " through it"
@@ -560,21 +553,18 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._forward_notice = (self._group.all_reduce(notice), notice)
 
     def _agree_on_source(self, is_candidate: bool) -> int:
-        """Return the highest group rank among the candidates.
-
-        Collective: all ranks must call it.
-        """
+        """Return the highest group rank among the candidates; collective."""
         rank = uploaded(torch.tensor([self._group.rank if is_candidate else -1]), self.device)
         self._group.wait(self._group.all_reduce(rank, dist.ReduceOp.MAX), self.device)
         return int(rank.item())
 
     def _set_divisor(self) -> None:
         """Set the divisor of gradients: the number of ranks, or of ranks with input."""
-        if self._active_ranks is None or not self._divides_by_active:
-            self.reducer.reduction.set_divisor(self._group.size)
-            return
-        self._group.wait(self._active_ranks, self.device)
-        self.reducer.reduction.set_divisor(int(self._active_ranks.result()[0].item()))
+        divisor = self._group.size
+        if self._active_ranks is not None and self._divides_by_active:
+            self._group.wait(self._active_ranks, self.device)
+            divisor = int(self._active_ranks.result()[0].item())
+        self.reducer.reduction.set_divisor(divisor)
 
     # ------------------------------------------------------------------ names that torch's library uses
 
@@ -585,7 +575,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return bool(self.reducer.has_rebuilt)
+        return self.reducer.has_rebuilt
 
     @staticmethod
     def _get_data_parallel_params(module: torch.nn.Module, named_params: bool = False) -> Any:
@@ -641,8 +631,7 @@ def _step_optimizers(bucket: Bucket) -> None:
     """
     for parameter in bucket.params:
         optimizers = getattr(parameter, OPTIMIZERS_IN_BACKWARD, None)
-        if optimizers is None or parameter.grad is None:
-            continue
-        for optimizer in optimizers:
-            optimizer.step()
-        parameter.grad = None
+        if optimizers is not None and parameter.grad is not None:
+            for optimizer in optimizers:
+                optimizer.step()
+            parameter.grad = None

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import pickle
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
 from lightning_ddp.ddp.gradients import find_tensors
-from lightning_ddp.ddp.layout import ParameterSpec
 from lightning_ddp.errors import (
     ConfigurationError,
     ProcessGroupError,
@@ -172,7 +171,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 
 
 def verify_across_ranks(
-    group: Group, specs: Sequence[ParameterSpec], device: torch.device, settings: Mapping[str, Any]
+    group: Group, named: Iterable[tuple[str, torch.Tensor]], device: torch.device, settings: dict[str, Any]
 ) -> str:
     """Check that all ranks hold the same parameters and settings.
 
@@ -185,25 +184,21 @@ def verify_across_ranks(
         RankMismatchError: on every rank, with the first parameter that differs, the rank and both forms.
     """
     # Devices differ by index between ranks, so only their type is compared.
-    form = [(s.name, s.shape, s.stride, str(s.dtype), s.device.type) for s in specs]
-    mine = (dict(settings), form)
+    form = [(name, tuple(p.shape), p.stride(), str(p.dtype), p.device.type) for name, p in named]
+    mine = (settings, form)
     digest = hashlib.sha256(pickle.dumps(mine)).digest()
     digests, tokens = zip(*all_gather_objects(group, (digest, secrets.token_hex(8)), device), strict=True)
     if len(set(digests)) > 1:
         everyone = all_gather_objects(group, mine, device)
-        _raise_settings_mismatch(group, [settings for settings, _ in everyone])
+        for rank, (theirs, _) in enumerate(everyone):
+            for name, value in everyone[0][0].items():
+                if theirs[name] != value:
+                    raise RankMismatchError(
+                        f"rank {group.rank}: {name} is {value!r} on rank 0 and {theirs[name]!r} on rank"
+                        f" {rank}. Wrap the model with the same arguments on every rank."
+                    )
         _raise_mismatch(group, [form for _, form in everyone])
     return str(tokens[0])
-
-
-def _raise_settings_mismatch(group: Group, settings: Sequence[Mapping[str, Any]]) -> None:
-    for rank, theirs in enumerate(settings):
-        for name, value in settings[0].items():
-            if theirs[name] != value:
-                raise RankMismatchError(
-                    f"rank {group.rank}: {name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}."
-                    " Wrap the model with the same arguments on every rank."
-                )
 
 
 def _raise_mismatch(group: Group, forms: Sequence[Sequence[tuple[Any, ...]]]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -62,8 +62,7 @@ class Reducer:
         if hosts is not None and len(hosts.by_host) > 1 and options.are_caps_default:
             options = replace(options, caps_bytes=(*NETWORK_CAPS_BYTES, options.caps_bytes[-1]))
         memory = SharedMemory(group, hosts) if hosts is not None and hosts.are_shared else None
-        where: dict[str, Any] = {"memory": memory, "group": group}
-        self.layout = BucketLayout(parameters, names, options=options, sparse=sparse, **where)
+        self.layout = BucketLayout(parameters, names, options, sparse, memory, group)
         if memory is not None and not memory.connect():
             memory = None
         self._params = self.layout.params
@@ -88,7 +87,7 @@ class Reducer:
         self.has_rebuilt = False
         """True once the buckets were planned again after the first synchronized backward."""
         self._first_order: list[int] | None = None
-        self._add_hooks()
+        self._renew_hooks()
 
     # ------------------------------------------------------------------ plan
 
@@ -104,8 +103,8 @@ class Reducer:
 
     def make_static(self) -> None:
         """Treat the graph as static, before the first step, which then records it."""
-        with self._hooks_renewed():
-            self._gradients.is_static = self._gradients.is_learning = True
+        self._gradients.is_static = self._gradients.is_learning = True
+        self._renew_hooks()
 
     def rebuild(self) -> None:
         """Plan the buckets again, once, in the order in which gradients became ready on rank 0.
@@ -133,21 +132,14 @@ class Reducer:
             self._first_order = list(order)
 
     def _apply(self, plan: Sequence[BucketSpec]) -> None:
-        several = frozenset(i for i, count in enumerate(self._gradients.counts) if count > 1)
-        with self._hooks_renewed():
-            self.layout.apply(plan, several)
+        self.layout.apply(plan, frozenset(i for i, count in enumerate(self._gradients.counts) if count > 1))
+        self._renew_hooks()
 
     # ------------------------------------------------------------------ hooks of autograd
 
-    @contextmanager
-    def _hooks_renewed(self) -> Generator[None, None, None]:
-        """Remove the autograd hooks for a change of buckets in this context; add new hooks after it."""
-        _remove(self._handles)
-        yield
-        self._add_hooks()
-
-    def _add_hooks(self) -> None:
+    def _renew_hooks(self) -> None:
         """Register a hook on each parameter, also if its `requires_grad` is off at the moment."""
+        _remove(self._handles)
         self._are_hooks_learning = self._gradients.is_learning
         for index, (bucket, position) in self.layout.where.items():
             hook, parameter = self._make_hook(bucket, position, index), self._params[index]
@@ -191,19 +183,16 @@ class Reducer:
         """Reduce the buckets with `hook` from the next backward on."""
         self.reduction.set_hook(state, hook)
         if self.layout.is_shared:  # a hook may do anything with its tensor, such as resize it
-            with self._hooks_renewed():
-                self.layout.leave_shared_memory()
+            self.layout.leave_shared_memory()
+            self._renew_hooks()
             if self._backward is not None and self._backward.is_armed:
                 self._gradients.arm(self._backward.ready)
 
     def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
-        """Expect the gradients of the next backward.
+        """Expect the gradients of the next backward, which starts from the tensors in `outputs`.
 
-        If the last backward was interrupted, wait for the reductions that it had launched.
-
-        Args:
-            outputs: tensors from which the backward starts, in nested containers.
-            absent: parameters that get no gradient on any rank, besides those with `requires_grad` off.
+        Parameters in `absent` get no gradient on any rank, nor do those with `requires_grad` off. If the last
+        backward was interrupted, wait for the reductions that it had launched.
 
         Raises:
             BackwardOrderError, MissingGradientError: the ranks cannot continue after an earlier step.
@@ -217,11 +206,6 @@ class Reducer:
         self._gradients.prepare(tensors, absent)
         self._gradients.arm(state.ready)
         self._backward = state
-        for tensor in tensors:
-            tensor.register_hook(self._make_start_hook())
-
-    def _make_start_hook(self) -> Callable[[torch.Tensor], None]:
-        """Return a hook for an output, which runs first, and in the outermost of nested backwards."""
         owner = weakref.ref(self)
 
         def start(_grad: torch.Tensor) -> None:
@@ -229,7 +213,8 @@ class Reducer:
             if reducer is not None and reducer._backward is not None and reducer._backward.is_armed:
                 reducer.begin()
 
-        return start
+        for tensor in tensors:  # these hooks run first, and in the outermost of nested backwards
+            tensor.register_hook(start)
 
     def disarm(self) -> None:
         """Let gradients accumulate without synchronization until `arm`."""
@@ -381,10 +366,7 @@ class Reducer:
             self._group.watch_device(self._device, label, state.begun_at, self._watch(state))
 
     def shadow_backward(self) -> None:
-        """Take part in a synchronized backward of the others, with zeros, on a rank without input.
-
-        Collective: all other ranks run their backward meanwhile.
-        """
+        """Take part with zeros in a synchronized backward of the other ranks, on a rank without input."""
         state = BackwardState(num_taken=len(self.buckets))
         self._count_step(state)
         zeros = [bucket.zeros() for bucket in self.buckets]
@@ -414,7 +396,6 @@ class Reducer:
 
 
 def _remove(handles: list[Any]) -> None:
-    """Remove hooks from the parameters."""
     while handles:
         handles.pop().remove()
 

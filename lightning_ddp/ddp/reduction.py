@@ -102,12 +102,8 @@ class Reduction:
             raise self._error(bucket, state, f"raised {type(error).__name__}: {error}") from error
         if not isinstance(future, Future):  # also the type that get_future() of a work returns
             kind = type(future).__name__
-            raise self._error(
-                bucket,
-                state,
-                f"returned {kind}: callback must return a torch.futures.Future object, but got {kind}; make"
-                " one of the flat gradient",
-            )
+            wanted = f"callback must return a torch.futures.Future object, but got {kind}"
+            raise self._error(bucket, state, f"returned {kind}: {wanted}; make one of the flat gradient")
         bucket.work = future
 
     def _start_mean(self, bucket: Bucket, state: BackwardState) -> Any:
@@ -115,9 +111,7 @@ class Reduction:
         label = f"reduce of bucket {bucket.index()}"
         if memory is None or bucket.spec.is_sparse:
             return self._group.all_reduce(flat, label=label)
-        job: Callable[..., None] = partial(memory.all_reduce, flat)
-        if not bucket.contributes:
-            job = partial(memory.all_reduce_nothing, flat.numel(), flat.dtype)
+        job = partial(memory.all_reduce, flat, contributes=bucket.contributes)
         begin: Callable[[], Any] = partial(self._worker.submit, job)
         is_short = bucket.is_last() and flat.nbytes <= _INLINE_BYTES
         if memory.is_one_host and (is_short or not memory.has_spare_processor):
@@ -148,12 +142,8 @@ class Reduction:
         # A hook that set a compressed tensor as the buffer may return its dtype; copy_ converts it.
         is_known_type = value.dtype in (flat.dtype, bucket.buffer().dtype)
         if value.numel() != flat.numel() or not is_known_type:
-            raise self._error(
-                bucket,
-                state,
-                f"gave shape {list(value.shape)} of {value.dtype};"
-                f" expected {list(flat.shape)} of {flat.dtype}",
-            )
+            found = f"gave shape {list(value.shape)} of {value.dtype}"
+            raise self._error(bucket, state, f"{found}; expected {list(flat.shape)} of {flat.dtype}")
         bucket.take(value)
 
     def _error(self, bucket: Bucket, state: BackwardState, what: str) -> CommHookError:

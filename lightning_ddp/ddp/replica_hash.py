@@ -49,9 +49,8 @@ def words_of(tensor: Tensor) -> Tensor:
 def state_of_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> State:
     """Return the tensors of optimizers that are the same on all replicas, and the options of their groups.
 
-    Args:
-        optimizers: the optimizers; tensors of one that shards its state are left out.
-        names: id of each parameter of the model -> its name.
+    `names` maps the id of each parameter to its name. Tensors of an optimizer that shards its state are left
+    out.
     """
     tensors: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
@@ -99,15 +98,11 @@ def _slices(tensors: Mapping[str, Tensor], *, num_slices: int, most_bytes: int |
             is_scalar = tensor.numel() == 1 and kind == "cpu" and not tensor.is_complex()
             limit = most_bytes or _MOST_BYTES[kind]
             alike[tensor.device, tensor.dtype if is_scalar else None, limit] += _cut(name, tensor, limit)
-    found = []
+    found: list[_Slice] = []
     for (_, scalar_type, limit), pieces in alike.items():
-        if scalar_type is not None:
-            found += [
-                _Slice(names, partial(_scalars, part)) for names, part in _pack(pieces, _MOST_SCALARS, limit)
-            ]
-        else:
-            size = min(_MOST_TENSORS, -(-len(pieces) // max(1, num_slices - len(found))))
-            found += [_Slice(names, _Sums(part)) for names, part in _pack(pieces, size, limit)]
+        most = min(_MOST_TENSORS, -(-len(pieces) // max(1, num_slices - len(found))))
+        for names, part in _pack(pieces, most if scalar_type is None else _MOST_SCALARS, limit):
+            found.append(_Slice(names, _Sums(part) if scalar_type is None else partial(_scalars, part)))
     return found
 
 
@@ -254,11 +249,10 @@ class StateHasher:
         self._fresh.append(hashed)
 
     def _read_all(self) -> None:
-        """Begin a cycle."""
         tensors, numbers = self._read()
         known = [*tensors.items()]
-        is_known = len(known) == len(self._of)
-        if not is_known or any(a is not b or n != m for (n, a), (m, b) in zip(known, self._of, strict=True)):
+        pairs = zip(known, self._of, strict=False)
+        if len(known) != len(self._of) or any(a is not b or n != m for (n, a), (m, b) in pairs):
             self._of = known
             self._parts = _slices(tensors, num_slices=self._num_slices, most_bytes=self._most_bytes)
         self.cycle = [*_number_slices(numbers), *self._parts]
@@ -276,9 +270,8 @@ class StateHasher:
         """Return a hash, and the step after which the same was hashed before; None for what is forgotten."""
         kept = list(self._kept)
         found = next((hashed for hashed in kept if hashed.number == number), None)
-        if found is None:
-            return None, None
-        before = [h.step for h in kept if h.number < number and {*h.names} & {*found.names}]
+        names = {*found.names} if found is not None else set()
+        before = [h.step for h in kept if h.number < number and not names.isdisjoint(h.names)]
         return found, before[-1] if before else None
 
 

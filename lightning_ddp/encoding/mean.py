@@ -50,15 +50,11 @@ class _BlockCodec:
     largest element of its block to `largest`, the largest code.
     """
 
-    def __init__(self, block_size: int, largest: float) -> None:
+    dtype: torch.dtype
+    largest: float
+
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._largest = largest
-
-    def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Scale each block by its largest absolute value and round; a block of zeros stays zero."""
@@ -67,14 +63,16 @@ class _BlockCodec:
             rows = torch.nn.functional.pad(rows, (0, -length % self.block_size))
         blocks = rows.float().view(num_rows, -1, self.block_size)
         low, high = torch.aminmax(blocks, dim=2)
-        scales = torch.maximum(high, -low).div_(self._largest)
+        scales = torch.maximum(high, -low).div_(self.largest)
         # An infinite scale would silently make the finite elements of the block zeros.
         scales.masked_fill_(torch.isinf(scales), torch.nan)
         factors = torch.where(scales == 0, torch.ones_like(scales), scales).reciprocal_()
         # The reciprocal of a denormal scale is infinite; treat such a block as zeros.
         factors.masked_fill_(torch.isinf(factors), 0.0)
-        codes = self._to_codes(blocks * factors.unsqueeze(2))
-        return torch.cat([scales.view(torch.uint8), codes.view(num_rows, -1)[:, :length]], dim=1)
+        scaled = (blocks * factors.unsqueeze(2)).nan_to_num_()
+        codes = (scaled if self.dtype.is_floating_point else scaled.round_()).to(self.dtype)
+        codes = codes.view(torch.uint8).view(num_rows, -1)[:, :length]
+        return torch.cat([scales.view(torch.uint8), codes], dim=1)
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         num_rows, num_blocks = data.shape[0], -(-numel // self.block_size)
@@ -83,34 +81,20 @@ class _BlockCodec:
         scales = scales.view(torch.float32)
         codes = data[:, num_blocks * _SCALE_BYTES :]
         codes = torch.nn.functional.pad(codes, (0, -numel % self.block_size)).contiguous()
-        values = self._from_codes(codes).view(num_rows, num_blocks, self.block_size)
+        values = codes.view(self.dtype).float().view(num_rows, num_blocks, self.block_size)
         return values.mul_(scales.unsqueeze(2)).view(num_rows, -1)[:, :numel]
 
 
 class Int8Codec(_BlockCodec):
     """Codec for integers from -127 to 127; the error is at most the block's largest value / 254."""
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__(block_size, 127.0)
-
-    def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        return scaled.nan_to_num_().round_().to(torch.int8).view(torch.uint8)
-
-    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.view(torch.int8).float()
+    dtype, largest = torch.int8, 127.0
 
 
 class Fp8Codec(_BlockCodec):
     """Codec for 3-bit mantissas: relative error at most 1/16 for values above the largest / 28,672."""
 
-    def __init__(self, block_size: int) -> None:
-        super().__init__(block_size, 448.0)
-
-    def _to_codes(self, scaled: torch.Tensor) -> torch.Tensor:
-        return scaled.nan_to_num_().to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.view(torch.float8_e4m3fn).float()
+    dtype, largest = torch.float8_e4m3fn, 448.0
 
 
 class CastCodec:
@@ -234,7 +218,6 @@ class Segment(NamedTuple):
     """A slice of one tensor that is sent in one chunk."""
 
     number: int
-    """Index of the tensor."""
     where: slice
     """Slice of its elements, in the order of memory."""
 
@@ -255,13 +238,10 @@ def exchange(
 ) -> None:
     """Average the values that `pack` makes of tensors; pass the means to `unpack`. For jobs of a channel.
 
-    Collective: all ranks must call it.
+    Sizes and dtypes of the tensors are the same on all ranks; 16-bit floats are sent as float32. `pack` gets
+    a segment and a 1-D tensor to fill, `unpack` the segment and its mean.
 
-    Args:
-        wire: sender of the chunks.
-        tensors: tensors with the sizes and dtypes, the same on all ranks; 16-bit floats are sent as float32.
-        pack: called with a segment and a 1-D tensor to fill.
-        unpack: called with the segment and its mean.
+    Collective: all ranks must call it.
     """
     under_way: deque[tuple[list[tuple[Segment, slice]], Callable[[], torch.Tensor]]] = deque()
 

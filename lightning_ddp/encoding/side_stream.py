@@ -22,6 +22,7 @@ from lightning_ddp.comm.subgroups import sibling_group
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.shm.shared_memory import Deferred, open_staging
 
+Wait = Callable[[], torch.Tensor]
 _Job = Callable[[], torch.Tensor | None]
 _HALT_S = 10.0
 
@@ -156,7 +157,7 @@ class Channel:
         lent = staging.lend(count, numel, dtype) if staging is not None else None
         return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Callable[[], torch.Tensor]:
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Wait:
         """Start to reduce a contiguous tensor in place (default: sum); return its wait."""
         staging = self._staging() if op is None else None
         if staging is None:
@@ -164,37 +165,37 @@ class Channel:
         else:
             begin = partial(Deferred, partial(staging.all_reduce, tensor))
             work = self.group.start("all_reduce", (tensor,), begin)
-        self._count(2 * (self.size - 1) / self.size, tensor)
-        return lambda: self._finish(work, tensor)
+        return self._started(work, tensor, 2 * (self.size - 1) / self.size, tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> torch.Tensor:
         """Reduce a contiguous tensor in place over the ranks (default: sum) and return it."""
         return self.start_all_reduce(tensor, op)()
 
-    def start_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_all_to_all(self, rows: torch.Tensor) -> Wait:
         """Start to send row r of a (size, k) tensor to rank r; return its wait for the rows of all ranks."""
         received = torch.empty_like(rows)
-        process_group = self.group.process_group
-        work = self.group.start(
-            "all_to_all", (rows,), lambda: process_group.alltoall_base(received, rows, [], [])
-        )
-        self._count((self.size - 1) / self.size, rows)
-        return lambda: self._finish(work, received)
+        begin = partial(self.group.process_group.alltoall_base, received, rows, [], [])
+        work = self.group.start("all_to_all", (rows,), begin)
+        return self._started(work, received, (self.size - 1) / self.size, rows)
 
-    def _finish(self, work: Any, result: torch.Tensor) -> torch.Tensor:
-        start = time.perf_counter()
-        self.group.wait(work, self.device)
-        self.wait_s += time.perf_counter() - start
-        return result
+    def _started(self, work: Any, result: torch.Tensor, factor: float, sent: torch.Tensor) -> Wait:
+        """Count the bytes of a collective, `factor` times those of a tensor; return its wait."""
+        self.num_bytes_sent += round(factor * sent.numel() * sent.element_size())
 
-    def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start an all-gather; return its wait."""
+        def finish() -> torch.Tensor:
+            start = time.perf_counter()
+            self.group.wait(work, self.device)
+            self.wait_s += time.perf_counter() - start
+            return result
+
+        return finish
+
+    def start_all_gather(self, tensor: torch.Tensor) -> Wait:
         gathered = tensor.new_empty(self.size * tensor.numel())
         flat = tensor.view(-1)
         begin = partial(all_gather_flat, self.group.process_group, gathered, flat)
         work = self.group.start("all_gather", (flat,), begin)
-        self._count(self.size - 1, tensor)
-        return lambda: self._finish(work, gathered.view(self.size, *tensor.shape))
+        return self._started(work, gathered.view(self.size, *tensor.shape), self.size - 1, tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the stacked tensors of all ranks, in rank order: shape (size, *tensor.shape)."""
@@ -208,6 +209,3 @@ class Channel:
         copy.copy_(tensor, non_blocking=True)
         self.group.wait_device(self.device)
         return copy.item()
-
-    def _count(self, factor: float, tensor: torch.Tensor) -> None:
-        self.num_bytes_sent += round(factor * tensor.numel() * tensor.element_size())

@@ -50,8 +50,6 @@ class BF16(Hook):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(HookOptions):
-    """Options of `int8` and `fp8`."""
-
     block_size: int = 256
     """Number of elements that share one float32 scale."""
 

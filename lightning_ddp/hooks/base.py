@@ -124,11 +124,9 @@ class Hook:
         return {"format": STATE_FORMAT, "name": self.name, "options": asdict(self.options), "step": 0}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Restore a state; return one sentence for each item that could not be restored.
+        """Restore a state of this rank; return one sentence for each item that could not be restored.
 
-        Args:
-            state: from `state_dict` of this rank.
-            names: names of the parameters; state of other parameters is dropped. If empty, all is kept.
+        State of parameters that are not in `names` is dropped, unless `names` is empty.
 
         Raises:
             ConfigurationError: the format is not known.
@@ -175,11 +173,9 @@ class StatefulHook(Hook):
         self._is_bucket_spoiled = torch.zeros((), dtype=torch.bool)
         """True if a value of the present bucket was not finite."""
         self._are_spoiled: list[torch.Tensor] = []
-        """The flags of the buckets of this step."""
         self._settling: torch.futures.Future[torch.Tensor] | None = None
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queue the reduction of a full bucket; `state` is not used."""
         future = super().__call__(state, bucket)
         if self.is_deferred and bucket.is_last():
             self._settling = self.channel.submit(self._settle)
@@ -204,9 +200,8 @@ class StatefulHook(Hook):
     def recall(self, name: str, key: str, numel: int | None = None) -> torch.Tensor | None:
         """Return the value that the last finished step kept; None if there is no value of this size."""
         value = self._state.get(name, {}).get(key)
-        if value is None or (numel is not None and value.numel() != numel):
-            return None
-        return value
+        fits = value is not None and numel in (None, value.numel())
+        return value if fits else None
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         """Return the state that all ranks share; none on a device, where a job may be changing it."""
@@ -304,9 +299,7 @@ class StatefulHook(Hook):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._pending = {}
-        self._are_spoiled = []
-        self._previous_index = -1
+        self._pending, self._are_spoiled, self._previous_index = {}, [], -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
         """Store the values that a step without NaN or infinity remembered; earlier marks stay valid."""
@@ -339,38 +332,25 @@ class StatefulHook(Hook):
             self.commit(self._pending)
         self._forget_step()
         self.step = shared["step"]
-        self.commit(
-            {
-                name: {key: value.to(self.channel.device) for key, value in values.items()}
-                for name, values in shared["tensors"].items()
-            }
-        )
+        self.commit(_copied(shared["tensors"], self.channel.device))
 
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and tensors by parameter name, copied to the CPU; call it between steps only."""
         self._wait_until_settled()
-        tensors = {
-            name: {key: value.detach().cpu().clone() for key, value in values.items()}
-            for name, values in self._state.items()
-        }
+        tensors = _copied(self._state, torch.device("cpu"))
         return {**super().state_dict(), "step": self.step, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any], names: Iterable[str] = ()) -> list[str]:
-        """Restore a state of this rank; return one sentence for each item that could not be restored."""
         notes = super().load_state_dict(state, names)
         if notes:
             return notes
         self._wait_until_settled()
-        known = set(names)
-        device = self.channel.device
-        dropped = [n for n in state["tensors"] if known and n not in known and not n.startswith("bucket:")]
-        self._state = {
-            name: {key: value.to(device, copy=True) for key, value in values.items()}
-            for name, values in state["tensors"].items()
-            if name not in dropped
-        }
+        known, tensors = set(names), state["tensors"]
+        dropped = [n for n in tensors if known and n not in known and not n.startswith("bucket:")]
+        kept = {name: values for name, values in tensors.items() if name not in dropped}
+        self._state = _copied(kept, self.channel.device)
         self._pending = {}
         self.step = int(state["step"])
         if dropped:
@@ -437,6 +417,15 @@ class MomentumHook(StatefulHook):
             part.flat.copy_(velocity)
         self.remember_slices(part, "velocity", velocity)
         return velocity
+
+
+def _copied(
+    tensors: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device
+) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        name: {key: value.detach().to(device, copy=True) for key, value in values.items()}
+        for name, values in tensors.items()
+    }
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:

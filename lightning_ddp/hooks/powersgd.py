@@ -22,8 +22,6 @@ _LAYOUT_PREFIX = "bucket:"
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDOptions(HookOptions):
-    """Options of `powersgd`."""
-
     rank: int = 2
     """Rank r of the approximation: an n x m matrix is sent as (n + m) r numbers."""
     start_step: int = 10
@@ -91,8 +89,7 @@ class PowerSGD(StatefulHook):
         else:
             found = [self._matrix(part, position, out) for position, out in enumerate(outs)]
             matrices = [matrix for matrix in found if matrix is not None]
-            is_rest = [m is None and present for m, present in zip(found, part.present, strict=True)]
-            rest = [i for i, is_sent in enumerate(is_rest) if is_sent]
+            rest = [i for i, matrix in enumerate(found) if matrix is None and part.present[i]]
             self._compress(matrices, [pieces[i] for i in rest], [outs[i] for i in rest])
             for out, is_present in zip(outs, part.present, strict=True):
                 if not is_present:
@@ -126,13 +123,12 @@ class PowerSGD(StatefulHook):
 
     def _matrix(self, part: Part, position: int, out: torch.Tensor) -> _Matrix | None:
         """Return a parameter's matrix, a view of the flat gradient; None if compression does not pay."""
-        shape = part.shapes[position]
+        shape, name = part.shapes[position], part.names[position]
         if len(shape) < 2 or not part.present[position]:
             return None
         n, m = shape[0], math.prod(shape[1:])
         if not self._is_worth_it(n, m):
             return None
-        name = part.names[position]
         value = part.slices()[position].view(n, m)
         return _Matrix(name=name, value=value, out=out.view(n, m), q=self._factor(name, n, m, part))
 
@@ -155,11 +151,9 @@ class PowerSGD(StatefulHook):
         if q is not None and q.shape == (m, rank):
             return q
         start = self.step if not self.options.warm_start else 0
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(f"{self.options.seed} {start} {name}".encode())  # the same on all ranks
-        )
-        start_q = torch.randn(m, rank, generator=generator).to(part.flat.dtype)
-        return uploaded(start_q, part.flat.device)
+        seed = zlib.crc32(f"{self.options.seed} {start} {name}".encode())  # the same on all ranks
+        start_q = torch.randn(m, rank, generator=torch.Generator().manual_seed(seed))
+        return uploaded(start_q.to(part.flat.dtype), part.flat.device)
 
     # ------------------------------------------------------------------ power iteration
 
@@ -187,10 +181,9 @@ class PowerSGD(StatefulHook):
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
         """Commit the step as every hook does, and discard factors of a former bucket layout."""
-        used = {name for name in pending if name.startswith(_LAYOUT_PREFIX)}
-        if used:
-            kept = {n: v for n, v in self._state.items() if not n.startswith(_LAYOUT_PREFIX) or n in used}
-            self._state = kept
+        if any(name.startswith(_LAYOUT_PREFIX) for name in pending):
+            is_kept = {name: not name.startswith(_LAYOUT_PREFIX) or name in pending for name in self._state}
+            self._state = {name: values for name, values in self._state.items() if is_kept[name]}
         super().commit(pending)
 
 

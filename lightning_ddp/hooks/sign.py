@@ -18,8 +18,6 @@ from lightning_ddp.hooks.base import MomentumHook, MomentumOptions, Part
 
 @dataclass(frozen=True, kw_only=True)
 class SignOptions(MomentumOptions):
-    """Options of `sign`."""
-
     block_size: int = 1024
     """Number of elements of a parameter that share one float32 scale; the last block of each parameter may be
     shorter. Use smaller blocks for parameters whose parts have gradients of different sizes."""
@@ -56,18 +54,16 @@ class Sign(MomentumHook):
         gathered_scales = self.check_finite(self.channel.all_gather(scales))
         gathered_bits = self.channel.all_gather(bits)
         mean = torch.zeros_like(part.flat)
-        for rank in range(self.channel.size):
-            is_mine = rank == self.channel.rank
-            mean.add_(mine if is_mine else decoded(gathered_scales[rank], gathered_bits[rank]))
+        for rank, received in enumerate(zip(gathered_scales, gathered_bits, strict=True)):
+            mean.add_(mine if rank == self.channel.rank else decoded(*received))
         return mean.div_(self.channel.size)
 
     def _block_lengths(self, part: Part) -> list[int]:
-        block_size = self.options.block_size
-        return [
-            length
-            for size in part.sizes
-            for length in [block_size] * (size // block_size) + [size % block_size] * (size % block_size > 0)
-        ]
+        lengths: list[int] = []
+        for size in part.sizes:
+            whole, rest = divmod(size, self.options.block_size)
+            lengths += [self.options.block_size] * whole + [rest] * (rest > 0)
+        return lengths
 
     def _scales(self, part: Part) -> torch.Tensor:
         """Return the mean absolute value of each block; 0 for parameters without a gradient anywhere."""

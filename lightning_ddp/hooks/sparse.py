@@ -23,8 +23,6 @@ _WARMUP_FACTOR = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptions(MomentumOptions):
-    """Options of `topk` and `randomk`."""
-
     ratio: float = 0.01
     """Fraction of each parameter's elements that is sent; at least one element."""
 
@@ -33,7 +31,6 @@ class SparseOptions(MomentumOptions):
         require(0 < self.ratio <= 1, f"ratio={self.ratio}: expected above 0 and at most 1")
 
     def ratio_at(self, step: int) -> float:
-        """Return the ratio of a step."""
         return self.ratio
 
 
@@ -82,8 +79,6 @@ class SparseHook(MomentumHook):
 
 @dataclass(frozen=True, kw_only=True)
 class TopKOptions(SparseOptions):
-    """Options of `topk`."""
-
     warmup_steps: int = 0
     """Number of steps after `start_step` in which the fraction falls to `ratio`. They are divided into equal
     intervals with the fractions 1/4, 1/16 and so on."""
@@ -132,8 +127,6 @@ class TopK(SparseHook):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomKOptions(SparseOptions):
-    """Options of `randomk`."""
-
     seed: int = 0
     """Seed of the choice of elements, the same on all ranks."""
 

@@ -140,10 +140,8 @@ class _Timespec(ctypes.Structure):
 
 def _load() -> tuple[Any, Any]:
     """Load the C library, with calls that keep and that release the GIL; None if functions lack."""
-    if sys.platform != "linux":
-        return None, None
     keeping, releasing = ctypes.PyDLL(None), ctypes.CDLL(None)
-    if not all(hasattr(keeping, name) for name in _SEMAPHORE_FUNCTIONS):
+    if sys.platform != "linux" or not all(hasattr(keeping, name) for name in _SEMAPHORE_FUNCTIONS):
         return None, None
     for library in (keeping, releasing):
         library.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
@@ -170,7 +168,6 @@ class Semaphore:
         self._address = address
 
     def create(self) -> None:
-        """Initialize the semaphore with count 0."""
         if _libc.sem_init(self._address, 1, 0):
             raise OSError("sem_init failed")
 

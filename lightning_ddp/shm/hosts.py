@@ -23,7 +23,6 @@ _logger = logging.getLogger("lightning_ddp")
 
 
 def check_transport(name: str) -> None:
-    """Raise `ConfigurationError` for an unknown transport."""
     if name not in get_args(Transport):
         raise ConfigurationError(f"transport={name!r}: expected {one_of(map(repr, get_args(Transport)))}")
 
@@ -33,7 +32,6 @@ class Hosts:
     """Hosts, processes and processors of the ranks of a group."""
 
     rank: int
-    """This rank."""
     by_host: tuple[tuple[int, ...], ...]
     """The ranks of each host in ascending order, hosts in the order of their first ranks."""
     pids: tuple[int, ...]
@@ -59,7 +57,6 @@ class Hosts:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each host."""
         return tuple(ranks[0] for ranks in self.by_host)
 
 
@@ -68,12 +65,9 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 
     Ranks are on one host if they share the kernel, and the process and network namespaces: a container, or a
     network namespace that stands for a node in a test, is a separate host. `host` overrides the name of this
-    rank's host. Does not communicate if the group cannot use shared memory in any case.
+    rank's host. Return None if tensors go through the process group in any case.
 
     Collective: all ranks must call it.
-
-    Returns:
-        The hosts; None if tensors go through the process group in any case.
 
     Raises:
         ConfigurationError: transport='shared_memory' was given, but cannot be used.
@@ -81,13 +75,12 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
     if group.transport == "gloo" or group.size == 1:
         return None
     if device.type != "cpu" or group.backend(device) != "gloo":
-        where = f"{group.backend(device)} on {device.type}" if device.type != "cpu" else group.backend(device)
+        where = group.backend(device) + f" on {device.type}" * (device.type != "cpu")
         give_up(group, f"shared memory is for CPU ranks of gloo groups, but this is a group of {where}")
         return None
     is_able = are_semaphores_available() and hasattr(os, "memfd_create")
     mine = (host or _this_host(), os.getpid(), is_able, _processors())
-    answers = all_gather_objects(group, mine, device)
-    names, pids, abilities, processors = zip(*answers, strict=True)
+    names, pids, abilities, processors = zip(*all_gather_objects(group, mine, device), strict=True)
     by_host = tuple(
         tuple(rank for rank, other in enumerate(names) if other == name) for name in dict.fromkeys(names)
     )
@@ -108,10 +101,8 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
     """Handle a reason, the same on all ranks, for which shared memory cannot be used.
 
-    If shared memory was expected to work (`is_fault`), rank 0 logs a warning.
-
-    Raises:
-        ConfigurationError: the transport is 'shared_memory'.
+    That is an error if the transport is 'shared_memory'; if it was expected to work (`is_fault`), rank 0 logs
+    a warning.
     """
     if group.transport == "shared_memory":
         raise ConfigurationError(
@@ -123,7 +114,6 @@ def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
 
 
 def _processors() -> frozenset[int]:
-    """Return the numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

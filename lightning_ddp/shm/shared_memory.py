@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import ClassVar, NamedTuple
 
@@ -33,8 +33,9 @@ _CHUNK_NUMEL = 32 * 1024
 """Elements added at a time: few enough to stay in the cache, and for torch to start no threads."""
 _SHARE_ALIGNMENT = 16
 _MAX_PLANS = 512
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_NARROW = (torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_DTYPES = (torch.float32, torch.float64, *_NARROW, *_INTEGERS)
 _NOTHING = -1
 _PIECE_BYTES = 2**20
 _LENT_BYTES = 2**23
@@ -58,11 +59,9 @@ class Request(NamedTuple):
     """Offset in the arena in bytes."""
     numel: int
     dtype_code: int
-    """Index in `_DTYPES`."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
         return _DTYPES[self.dtype_code]
 
 
@@ -78,7 +77,7 @@ class SharedMemory:
         self._hosts = hosts
         self._ranks = hosts.neighbours
         self._me = self._ranks.index(group.rank)
-        self._arenas: list[list[Arena]] = [[] for _ in self._ranks]
+        self._arenas: list[list[Arena]] = []
         self._own: list[OwnArena] = []
         self._obstacle: str | None = None
         self.is_one_host = len(hosts.by_host) == 1
@@ -107,13 +106,10 @@ class SharedMemory:
     def connect(self) -> bool:
         """Map the memory of the other ranks of this host, once, after `zeros`.
 
+        Return True if all ranks succeeded; the same on all ranks. Otherwise rank 0 logs the reason, or all
+        raise ConfigurationError if the transport is 'shared_memory'.
+
         Collective: all ranks must call it.
-
-        Returns:
-            True if all ranks succeeded; the same on all ranks. If False, rank 0 logs the reason.
-
-        Raises:
-            ConfigurationError: a rank failed, and the transport is 'shared_memory'.
         """
         if not self.is_one_host and self._group.store is None:
             self._obstacle = "the group has no store to create a group with one rank per host"
@@ -152,11 +148,10 @@ class SharedMemory:
 
     def _open(self, tickets: Sequence[Sequence[_Ticket]]) -> None:
         pids = [self._hosts.pids[rank] for rank in self._ranks]
-        for index, rank in enumerate(self._ranks):
-            if index == self._me:
-                self._arenas[index] = list(self._own)
-            else:
-                self._arenas[index] = [open_arena(pids[index], ticket) for ticket in tickets[rank]]
+        self._arenas = [
+            [*self._own] if rank == self._group.rank else [open_arena(pid, each) for each in tickets[rank]]
+            for rank, pid in zip(self._ranks, pids, strict=True)
+        ]
         self._births = [birth_of(pid) for pid in pids]
         controls = [arenas[0] for arenas in self._arenas]
         self._requests = [control.integers(_REQUEST, 1 + len(Request._fields)) for control in controls]
@@ -183,11 +178,18 @@ class SharedMemory:
                 return number, offset
         return None
 
-    def all_reduce(self, tensor: torch.Tensor, on_slice: Callable[[float], None] | None = None) -> None:
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        on_slice: Callable[[float], None] | None = None,
+        *,
+        contributes: bool = True,
+    ) -> None:
         """Replace a contiguous tensor from `zeros`, or a slice of one, by the sum over the ranks.
 
         Waits for the other ranks; `on_slice` is called repeatedly with the seconds waited, and may raise.
-        16-bit floats are added in float32 from three ranks on.
+        16-bit floats are added in float32 from three ranks on. The tensor of a rank that does not contribute
+        may be anywhere, and stays as it is.
 
         Collective: all ranks must call it.
 
@@ -196,21 +198,11 @@ class SharedMemory:
             RuntimeError: another rank is lost, too late, or reduces another tensor.
             BaseException: the failure of the group's interrupt, or the error of `on_slice`.
         """
-        place = self.place_of(tensor)
+        place = self.place_of(tensor) if contributes else (_NOTHING, 0)
         if place is None:
             raise ValueError("this tensor is not in shared memory")
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._reduce(Request(*place, real.numel(), _DTYPES.index(real.dtype)), on_slice)
-
-    def all_reduce_nothing(
-        self, numel: int, dtype: torch.dtype, on_slice: Callable[[float], None] | None = None
-    ) -> None:
-        """Take part in an `all_reduce` of the other ranks without a contribution."""
-        if dtype.is_complex:
-            numel, dtype = 2 * numel, dtype.to_real()
-        self._reduce(Request(_NOTHING, 0, numel, _DTYPES.index(dtype)), on_slice)
-
-    def _reduce(self, request: Request, on_slice: Callable[[float], None] | None) -> None:
+        request = Request(*place, real.numel(), _DTYPES.index(real.dtype))
         if self._failure is not None:
             raise self._failure
         self._number += 1
@@ -259,7 +251,7 @@ class SharedMemory:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[requests] = self._plan(requests)
-        is_wide = len(requests) > 2 and bool(plan) and plan[0][0].dtype in (torch.float16, torch.bfloat16)
+        is_wide = len(requests) > 2 and bool(plan) and requests[0].dtype in _NARROW
         add = _add_in_float32 if is_wide else _add_in_place
         add(plan, self.is_one_host)
 
@@ -296,9 +288,8 @@ class SharedMemory:
     def _wait(self, semaphore: Semaphore, index: int) -> None:
         rank, group = self._ranks[index], self._group
         activity = group.interrupt.activity if group.interrupt is not None else None
-        noted: AbstractContextManager[None] = nullcontext()
-        if activity is not None and activity.of_this_thread() is None:  # no wait is recorded yet
-            noted = activity.waiting(f"rank {rank} in shared memory")
+        is_new = activity is not None and activity.of_this_thread() is None  # no wait is recorded yet
+        noted = activity.waiting(f"rank {rank} in shared memory") if activity and is_new else nullcontext()
 
         def ends_in_slice() -> bool:
             if semaphore.wait(SLICE_S):
@@ -446,7 +437,6 @@ class Work:
         self._latch.acquire()
 
     def is_completed(self) -> bool:
-        """Return True if the job has ended, also with an error."""
         return self._is_done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -534,7 +524,7 @@ class Worker:
 
 
 # A fork has none of the threads, and their locks may be held forever.
-os.register_at_fork(after_in_child=lambda: Worker.workers.clear())
+os.register_at_fork(after_in_child=Worker.workers.clear)
 
 
 @atexit.register
