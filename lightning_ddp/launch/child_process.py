@@ -23,24 +23,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "PARENT_VARIABLE",
-    "adopt_from_environment",
-    "after_imports",
-    "begin_run",
-    "child_environment",
-    "die_with_parent",
-    "end_fast",
-    "end_with",
-    "forked_by_zygote",
-    "guarded_by",
-    "is_alive",
-    "keep_files",
-    "launched_by",
-    "launcher_pid",
-    "outlive_parent",
-]
-
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 """Environment variable in which a launcher tells a child its own process id."""
 

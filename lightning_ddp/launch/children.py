@@ -24,7 +24,6 @@ from lightning_ddp.supervise.job_control import LocalProcesses
 if TYPE_CHECKING:
     from lightning_ddp.launch.supervised import SupervisorLink
 
-__all__ = ["ChildProcess", "Children", "exit_message", "exit_record"]
 
 _LAST_LINES, _LAST_BYTES = 30, 64 * 1024
 _STOP_GRACE_S = 5.0

@@ -45,8 +45,6 @@ from lightning_ddp.supervise.protocol import (
 )
 from lightning_ddp.supervise.rank_state import RankState
 
-__all__ = ["DesyncReporter"]
-
 _LONGEST_TEXT = 200
 _MOST_LANES = 6
 _ASK_WAIT_S = ANSWER_WAIT_S + 2.0

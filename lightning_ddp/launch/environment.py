@@ -16,18 +16,6 @@ from typing import Any, NamedTuple
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = [
-    "ENGINES",
-    "Engine",
-    "Nodes",
-    "Told",
-    "is_slurm_node",
-    "nodes_of",
-    "settle_nodes",
-    "take_slurm_task",
-    "variables_by_hand",
-]
-
 _DEFAULT_PORT = "29500"
 """Port of the store where an engine gives an address only; torchrun's default too."""
 _NODES_VARIABLE = "LIGHTNING_DDP_NODES"

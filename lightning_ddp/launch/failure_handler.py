@@ -49,8 +49,6 @@ from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
 
-__all__ = ["FailureHandler", "is_enabled"]
-
 _SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
 _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0

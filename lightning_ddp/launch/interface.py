@@ -22,17 +22,6 @@ from lightning_ddp.errors import RendezvousError
 if sys.platform == "linux":
     import fcntl
 
-__all__ = [
-    "backend_names",
-    "choose_interface",
-    "describe_route",
-    "interfaces",
-    "is_loopback",
-    "is_own_address",
-    "require_resolvable",
-    "route_to",
-    "uses_nccl",
-]
 
 _RESOLVED_WITHIN_S = 30.0
 _ASK_AGAIN_S = 0.5

@@ -58,16 +58,6 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 if TYPE_CHECKING:
     from lightning_ddp.launch.supervised import SupervisorLink
 
-__all__ = [
-    "FIRST_JOB",
-    "JobContext",
-    "Joining",
-    "end_job",
-    "global_seed",
-    "job_context",
-    "server_in",
-    "waiting",
-]
 
 FIRST_JOB = "the job that the first node has composed"
 

@@ -16,8 +16,6 @@ from lightning_ddp.supervise.failure_record import FailureRecord, render, write_
 from lightning_ddp.supervise.settings import SupervisionSettings
 from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT
 
-__all__ = ["EndLimit", "exit_now", "fill_error_file", "show_report"]
-
 _LATER_S = 1.0
 """Seconds after the others at which a launching process kills those that it has started."""
 _LAST_WORDS_S = 15.0

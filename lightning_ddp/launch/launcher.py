@@ -32,7 +32,6 @@ from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSetting
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
-__all__ = ["ScriptLauncher", "node_rank_of"]
 
 _INTERRUPTED_S = 1.5
 

@@ -56,7 +56,6 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
-__all__ = ["MultiprocessLauncher"]
 
 _LOOK_AGAIN_S = 0.1
 

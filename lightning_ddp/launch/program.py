@@ -27,8 +27,6 @@ import torch
 
 from lightning_ddp.hydra_jobs.jobs import STARTER
 
-__all__ = ["CANNOT_BEGIN", "ChildCommand", "Launch", "Program", "last_resort", "run_as_main"]
-
 CANNOT_BEGIN = 127
 """Exit code of a process that ended before its program began."""
 

@@ -20,8 +20,6 @@ from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 from lightning_ddp.supervise.rank_state import RankState
 
-__all__ = ["RecoveryClient"]
-
 _LOOK_EVERY_S = 0.05
 _ASK_EVERY = 10
 """Number of looks after which the state is reported once more."""

@@ -36,25 +36,6 @@ from lightning_ddp.launch.interface import (
     uses_nccl,
 )
 
-__all__ = [
-    "JOIN_VARIABLE",
-    "STORE_VARIABLE",
-    "TOKEN_VARIABLE",
-    "HostedStore",
-    "Rendezvous",
-    "check_meeting_place",
-    "existing_group",
-    "join_default_group",
-    "meet",
-    "meet_at_file",
-    "named_port",
-    "note_met",
-    "require_backend",
-    "run_store",
-    "running",
-    "tcp_address",
-]
-
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
 """Environment variable with the address of a launcher's store: `host:port/run`.
 

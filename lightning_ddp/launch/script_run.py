@@ -10,8 +10,6 @@ from typing import Any
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.last_words import exit_now
 
-__all__ = ["ScriptRun"]
-
 
 class ScriptRun:
     """Supervises a script from here to its end.

@@ -19,8 +19,6 @@ from lightning_ddp.supervise.rank_state import Passage
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
-__all__ = ["PREEMPTED", "StepStop"]
-
 
 PREEMPTED = 143
 """Exit code of a script that a signal stopped at a step boundary, as schedulers know it: 128 + SIGTERM."""

@@ -17,8 +17,6 @@ from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish
 
-__all__ = ["StopSignals", "ended_by_signals", "second_interrupt_ends", "tell_long_wait"]
-
 LONG_S = 5.0
 _IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02

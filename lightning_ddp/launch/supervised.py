@@ -25,8 +25,6 @@ from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.zygote import receive, send
 from lightning_ddp.supervise.failure_record import FailureRecord
 
-__all__ = ["RemoteStore", "SupervisorLink", "become_supervised", "supervisor_link", "was_passed_on"]
-
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "LD_", "PYTHON")
 """Variables that the interpreter, torch, OpenMP or the allocator had read when the supervisor began."""
 _SET_BY_IMPORTS = {

@@ -26,8 +26,6 @@ from typing import Any
 from lightning_ddp.launch.child_process import end_with, is_alive
 from lightning_ddp.launch.program import Program
 
-__all__ = ["Fork", "Start", "Zygote", "fork", "receive", "send", "serve"]
-
 _AWAITED = {signal.SIGCHLD, signal.SIGIO}
 _SIZE = struct.Struct("!I")
 _MOST_FILES = 16
