@@ -587,7 +587,7 @@ class FailureHandler:
 
     def _wake_stopped(self, error: PeerFailure) -> None:
         """Continue stopped processes (SIGSTOP) that this one has started, so that they can end."""
-        self._children.wake()
+        self._children.send_signal(signal.SIGCONT)
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)

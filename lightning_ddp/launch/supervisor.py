@@ -249,7 +249,7 @@ class JobHost(LocalProcesses):
     def failed(self, record: FailureRecord) -> None:
         """Continue stopped ranks, so that they hear of the failure; from now on the guard counts."""
         self._first.send_signal(signal.SIGCONT)
-        self._children.wake()
+        self._children.send_signal(signal.SIGCONT)
         if self._job is not None:
             is_gone = self._first.returncode is not None
             grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
