@@ -185,4 +185,3 @@ def _set_death_signal(number: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-
