@@ -52,16 +52,10 @@ _OF_OTHERS = ("/torch/", "/lightning_ddp/", "/pytorch_lightning/", "/lightning/"
 _MOST_FRAMES = 200
 
 
-class _Answer:
+class _Answer(threading.Event):
     """Answer of the server, for which a thread waits."""
 
-    def __init__(self) -> None:
-        self.has_come = threading.Event()
-        self.message: Message | None = None
-
-    @property
-    def findings(self) -> Findings | None:
-        return self.message.findings if isinstance(self.message, Diagnosis) else None
+    findings: Findings | None = None
 
 
 class DesyncReporter:
@@ -142,8 +136,8 @@ class DesyncReporter:
             case CollectiveApproved(group, number) | Diagnosis(group, number):
                 answer = self._answers.get((group, number))
                 if answer is not None:
-                    answer.message = message
-                    answer.has_come.set()
+                    answer.findings = message.findings if isinstance(message, Diagnosis) else None
+                    answer.set()
             case StateRequest(number) if self._watch is not None and self.state_values is not None:
                 self._watch.post(self.state_values(number))
             case PeerValue(sender, topic, value):
@@ -209,11 +203,10 @@ class DesyncReporter:
         waited_s = time.monotonic() - waiting.begun_at
         missing = list(found.missing)
         absent = f"; missing: rank{'s' * (len(missing) > 1)} {join_ranks(missing)}" if missing else ""
-        limit_s = self.deadline_s
         return CollectiveTimeoutError(
             f"rank {self._rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
-            f" deadline of {limit_s:g} s{absent}\n{_in_words(found)}\nCheck what the missing ranks do at this"
-            " point. If they only need more time, give the strategy a longer timeout.",
+            f" deadline of {self.deadline_s:g} s{absent}\n{_in_words(found)}\nCheck what the missing ranks do"
+            " at this point. If they only need more time, give the strategy a longer timeout.",
             label=waiting.label,
             rank=self._rank,
             waited_s=waited_s,
@@ -248,7 +241,7 @@ class DesyncReporter:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))
                 watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
-                while not answer.has_come.wait(SLICE_S):
+                while not answer.wait(SLICE_S):
                     self._interrupt.check()
                     self._interrupt.check_deadline()
         finally:
@@ -269,7 +262,7 @@ class DesyncReporter:
         if self._watch is not None:
             self._watch.post(DiagnoseRequest(*key))
         deadline = time.monotonic() + _ASK_WAIT_S
-        while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
+        while not answer.wait(SLICE_S) and time.monotonic() < deadline:
             self._interrupt.check()
         self._answers.pop(key, None)
         return answer.findings or self._unanswered(entry)
