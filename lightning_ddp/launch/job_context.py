@@ -112,11 +112,9 @@ class JobContext:
     def begin_launch(
         self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None = None
     ) -> None:
-        """Make this process the launcher of its node.
+        """Make this process the launcher of its node; with a link the supervisor starts the others instead.
 
-        Args:
-            variables: environment variables to set until the job ends.
-            link: to the supervisor that starts the others, and waits for them, instead of this process.
+        Sets `variables` in the environment until the job ends.
         """
         self._goes_on, self.children.remote = launch.goes_on, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
@@ -207,11 +205,7 @@ class JobContext:
     # ------------------------------------------------------------------ end
 
     def end(self, error: BaseException | None) -> FailureRecord | None:
-        """End the job while the process continues; return its failure.
-
-        Args:
-            error: what the job raised here.
-        """
+        """End the job, which raised `error` here, while the process continues; return its failure."""
         failure = self._leave(error)
         atexit.unregister(self._at_exit)
         if self._is_left_behind:
@@ -239,10 +233,9 @@ class JobContext:
             ours.fail(traceback_of(error), traceback.format_exception_only(error)[-1].strip())
         has_failed = error is not None or ours.has_failed
         self.children.are_ending = True
-        if self.control.server is not None:
-            self.children.end_new(self.control.server.goes_on_without)
-        elif ours.calls is not None:
-            self.children.end_new(ours.calls.state.goes_on_without)
+        knows = ours.server or (ours.calls.state if ours.calls is not None else None)
+        if knows is not None:
+            self.children.end_new(knows.goes_on_without)
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children
@@ -304,9 +297,9 @@ class Joining:
     """Timeout of the rendezvous and of collectives; None for torch's own."""
     device: torch.device
     settings: SupervisionSettings
-    init_method: str | None = None
+    init_method: str | None
     """URL at which ranks meet; None for the launcher's store, else `env://`."""
-    given_store: Any | None = None
+    given_store: Any | None
     """Store of the user that all ranks reach, instead."""
 
     def group(self) -> Any:
@@ -391,7 +384,13 @@ class Joining:
                     settings=settings,
                 )
             timeout_s = _LONGEST_WAIT_S if self.timeout is None else self.timeout.total_seconds()
-            with self._waiting(self._describe_ranks):
+
+            def describe() -> str:
+                watch = context.control.watch
+                connected = None if watch is None else watch.who_is_here()
+                return f"all {self._world_size} ranks; connected so far: {connected}"
+
+            with self._waiting(describe):
                 context.connect(store, identity, settings, timeout_s)
             if rank == 0 and self._has_launcher and settings.recovery is not None:
                 note_met(store)
@@ -404,11 +403,6 @@ class Joining:
             if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
                 self.context.control.leave_late()  # the server was on this host, and was closed at the end
             raise
-
-    def _describe_ranks(self) -> str:
-        watch = self.context.control.watch
-        connected = None if watch is None else watch.who_is_here()
-        return f"all {self._world_size} ranks; connected so far: {connected}"
 
     # ------------------------------------------------------------------ the process group
 
