@@ -107,7 +107,6 @@ class Children(LocalProcesses):
 
     @property
     def procs(self) -> list[ChildProcess]:
-        """All processes that were started."""
         return [child.process for child in self._started]
 
     @property
@@ -224,15 +223,10 @@ class Children(LocalProcesses):
             self._guard.end()
 
     def end_new(self, is_left_out: Callable[[int], bool]) -> None:
-        """Kill replacements that are no members of the job, as they come too late.
-
-        Args:
-            is_left_out: returns True if a slot, known by its rank in the beginning, has no member.
-        """
+        """Kill replacements in slots (ranks in the beginning) that have no member, as they come too late."""
         self._kill_where(lambda child: child.number > 0 and is_left_out(child.slot.rank))
 
     def kill(self) -> None:
-        """Kill all children."""
         if self.remote is not None:
             self.remote.kill()
         self.send_signal(signal.SIGKILL)
@@ -252,7 +246,6 @@ class Children(LocalProcesses):
             child.process.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all children."""
         for process in self.procs:
             process.send_signal(number)
 

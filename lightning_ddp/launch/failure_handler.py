@@ -77,11 +77,7 @@ class _State(Enum):
 
 
 class FailureHandler:
-    """Supervision of this process in one generation of its job. Made and used in the main thread.
-
-    Args:
-        children: the processes that this one has started.
-    """
+    """Supervision of this process in one generation of its job. Made and used in the main thread."""
 
     def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
@@ -520,12 +516,7 @@ class FailureHandler:
             tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
 
     def fail(self, trace: str, cause: str | None = None) -> None:
-        """Report a failure of this rank to all ranks.
-
-        Args:
-            trace: the traceback.
-            cause: one line; the last of the traceback if None.
-        """
+        """Report a failure of this rank to all ranks; `cause` is one line, else the last of the traceback."""
         if self.watch is None:
             return
         where = self._position()

@@ -70,8 +70,7 @@ _LONGEST_WAIT_S = 1800.0
 class JobContext:
     """Store, children and supervision of this process for its job. Made and used in the main thread.
 
-    Args:
-        before: the previous context: of a job that ended, or of the process that forked this one.
+    `before` is the previous context: of a job that ended, or of the process that forked this one.
     """
 
     def __init__(self, before: JobContext | None = None) -> None:

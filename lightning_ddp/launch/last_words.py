@@ -98,11 +98,7 @@ def exit_now(code: int) -> None:
 
 
 def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
-    """Print the report of a failure; on a terminal in colors and within 100 columns.
-
-    Args:
-        stream: standard error if None.
-    """
+    """Print the report of a failure, to standard error; on a terminal in colors and within 100 columns."""
     stream = stream or sys.stderr
     text = render(record)
     if stream.isatty():

@@ -101,11 +101,7 @@ def last_resort() -> Generator[None, None, None]:
 
 
 def run_as_main(program: Program) -> NoReturn:
-    """Run a program as the interpreter does; then end the interpreter as usual.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Run a program as the interpreter does; then end the interpreter as usual, by `SystemExit`."""
     code: Any = 0
     try:
         _prepare(program)

@@ -80,11 +80,7 @@ class RecoveryClient:
         return self.is_called and self._watch.failure is None
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Disable interruptions and abort all groups, as the main thread has stopped.
-
-        Args:
-            has_met: True at the boundary where all ranks meet.
-        """
+        """Disable interruptions and abort all groups: the main thread has stopped, or all have met."""
         self._alarm.silence()
         self._watch.update(lambda state: state.stop(has_met=has_met))
         self._alarm.take()
@@ -149,8 +145,7 @@ class RecoveryClient:
     def settle(self) -> None:
         """Note that this process has the state of its generation; allow deferred interruptions.
 
-        Raises:
-            PeerFailure: another rank is lost already.
+        Raises `PeerFailure` if another rank is lost already.
         """
         self._watch.update(RankState.settle)
         self._alarm.arm(is_deferred=True)

@@ -317,8 +317,7 @@ def _parts_of(where: str) -> tuple[str, int, str]:
 def check_meeting_place(init_method: str | None, store: Any | None, sent_by: str | None) -> None:
     """Raise `ConfigurationError` for options that cannot say where ranks meet.
 
-    Args:
-        sent_by: the start method, if it sends the strategy to the processes.
+    `sent_by` is the start method, if it sends the strategy to the processes.
     """
     if init_method is not None:
         _check_init_method(init_method)

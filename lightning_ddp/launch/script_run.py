@@ -12,11 +12,7 @@ from lightning_ddp.launch.last_words import exit_now
 
 
 class ScriptRun:
-    """Supervises a script from here to its end.
-
-    Args:
-        control: supervision of this process.
-    """
+    """Supervises a script from here to its end."""
 
     def __init__(self, control: FailureHandler) -> None:
         self._control = control

@@ -47,12 +47,7 @@ class RemoteStore:
 
 
 class SupervisorLink:
-    """Requests of rank 0 to the supervisor.
-
-    Args:
-        connection: socket to the supervisor.
-        supervisor: its process id.
-    """
+    """Requests of rank 0 to the supervisor, as `JobHost` has them; errors are raised here."""
 
     def __init__(self, connection: socket.socket, supervisor: int) -> None:
         self.supervisor = supervisor
@@ -76,44 +71,32 @@ class SupervisorLink:
         return not changed
 
     def open_store(self, address: str, port: int | None, named_by: str) -> RemoteStore:
-        """Open a store in the supervisor; arguments and errors as of `HostedStore`."""
         bound = self._ask("open_store", address, port, named_by)
         store = dist.TCPStore(address, bound, is_master=False)
         return RemoteStore(address, port is not None, store, functools.partial(self._ask, "close_store"))
 
     def open_server(self, address: str, **options: Any) -> int:
-        """Open a control server in the supervisor, in place of the previous one; return its port.
-
-        Args:
-            options: as of `ControlServer`.
-        """
         return int(self._ask("open_server", address, **options))
 
     def launch(self, launch: Launch) -> None:
-        """Start the other ranks of this node."""
         handed = launch.command.handed
         files = () if handed is None else (handed.fileno(),)
         self._ask("launch", replace(launch, command=replace(launch.command, handed=None)), files=files)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a process in the slot of a lost one, as of `LocalProcesses`."""
         self._ask("start_again", place, number)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill the process that had this rank in the beginning."""
         self._ask("kill_rank", rank)
 
     def kill(self) -> None:
-        """Kill the other ranks of this node."""
         self._ask("kill")
 
     def note_failure(self, record: FailureRecord) -> None:
-        """Tell the supervisor the first failure of the job, which it reports if it has no server."""
         with suppress(OSError):  # it was killed
             self._post("note_failure", (record,), {}, ())
 
     def finish(self) -> FailureRecord | None:
-        """Wait for the end of the other ranks of this node; return the first failure of the job."""
         failure: FailureRecord | None = self._ask("finish")
         return failure
 
@@ -177,12 +160,7 @@ _passed_on: mmap.mmap | None = None
 
 
 def become_supervised(link: SupervisorLink | None, passed_on: mmap.mmap) -> None:
-    """Note in a new rank what connects it to the supervisor.
-
-    Args:
-        link: in rank 0, where requests go.
-        passed_on: shared byte with the last signal that the supervisor passed on.
-    """
+    """Note in a new rank the link to the supervisor, in rank 0, and the last signal that it passed on."""
     global _link, _passed_on
     _link, _passed_on = link, passed_on
 

@@ -60,11 +60,7 @@ class Supervisor:
         """The last signal that was passed on, for all ranks."""
 
     def run(self, program: Program) -> NoReturn:
-        """Run a program; end as its rank 0 does.
-
-        Raises:
-            SystemExit: in each rank, at its end.
-        """
+        """Run a program; end as its rank 0 does. In each rank, raise `SystemExit` at its end."""
         threads = [thread.name for thread in threading.enumerate()]
         assert len(threads) == 1, f"an import started a thread: {threads}"
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
@@ -155,14 +151,9 @@ def _answer(link: socket.socket, host: JobHost) -> None:
 
 
 class JobHost(LocalProcesses):
-    """Store, control server and other ranks of a node, at the request of its rank 0.
+    """Store, control server and other ranks of a node, at the request of its rank 0, which is `first`.
 
-    Methods that the file `supervised.py` names are called in the thread that serves rank 0.
-
-    Args:
-        zygote: forks the ranks.
-        first: rank 0 of this node.
-        link: socket to `first`.
+    Methods that `SupervisorLink` has as well are called in the thread that serves rank 0.
     """
 
     def __init__(self, zygote: Zygote, first: Fork, link: socket.socket) -> None:
@@ -182,7 +173,7 @@ class JobHost(LocalProcesses):
     # ------------------------------------------------------------------ requests of rank 0
 
     def open_store(self, address: str, port: int | None, named_by: str) -> int:
-        """Open the store; return its port."""
+        """Open the store; return its port. Arguments and errors as of `HostedStore`."""
         self._store = None
         self._store = HostedStore(address, port, named_by)
         return int(self._store.store.port)
@@ -201,11 +192,7 @@ class JobHost(LocalProcesses):
         return self._server.port
 
     def launch(self, launch: Launch, handed: int | None = None) -> None:
-        """Start the other ranks of this node.
-
-        Args:
-            handed: file descriptor of the job that Hydra composed.
-        """
+        """Start the other ranks; `handed` is a file descriptor of the job that Hydra composed."""
         if handed is not None:
             command = replace(launch.command, handed=os.fdopen(handed, "rb"))
             launch = replace(launch, command=command)
@@ -258,7 +245,6 @@ class JobHost(LocalProcesses):
     # ------------------------------------------------------------------ ends
 
     def _start(self, command: ChildCommand, environment: Mapping[str, str], log: Path | None) -> Fork:
-        """Have a rank forked."""
         job = None if command.handed is None else command.handed.fileno()
         start = Start(
             program=replace(command.program, job=job),
@@ -303,11 +289,7 @@ class JobHost(LocalProcesses):
             self._children.kill()
 
     def end(self) -> int:
-        """Wait for the other ranks after the end of rank 0; report the failure that ended the job.
-
-        Returns:
-            Exit code, as of `subprocess`.
-        """
+        """Report the failure that ended the job, after the end of all ranks; return the exit code."""
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
         node_rank = self._children.node_rank

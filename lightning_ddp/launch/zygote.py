@@ -68,25 +68,14 @@ class Start:
 
 
 class Zygote:
-    """The zygote, for its supervisor.
-
-    Args:
-        requests: socket to `serve`.
-    """
+    """The zygote, for its supervisor, with the socket to `serve`."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._lock = threading.Lock()
 
     def start(self, start: Start, files: Mapping[int, int]) -> Fork:
-        """Fork a rank.
-
-        Args:
-            files: file descriptors for it: number there -> number here.
-
-        Raises:
-            OSError: it could not be forked.
-        """
+        """Fork a rank with files, number there -> number here; raise `OSError` if it could not be forked."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
             send(self._requests, (start, list(files)), [theirs.fileno(), *files.values()])
@@ -104,9 +93,7 @@ class Zygote:
 class Fork:
     """A fork of the zygote, with what a launcher needs of `subprocess.Popen`.
 
-    Args:
-        pid: its process id.
-        told: socket on which the zygote sends its exit code.
+    `told` is the socket on which the zygote sends its exit code.
     """
 
     def __init__(self, pid: int, told: socket.socket) -> None:
@@ -144,16 +131,9 @@ def fork() -> int:
 
 
 def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, int]]:
-    """Fork ranks and report their ends until the supervisor ends. Return in a rank only.
+    """Fork ranks and report their ends until the supervisor ends. SIGCHLD and SIGIO must be blocked.
 
-    SIGCHLD and SIGIO must be blocked.
-
-    Args:
-        requests: socket to `Zygote`.
-        supervisor: its process id.
-
-    Returns:
-        The request, and file descriptors: number that the rank is to have -> present number.
+    Returns in a rank only: the request, and its files, number that the rank is to have -> present number.
     """
     end_with(supervisor)
     fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
