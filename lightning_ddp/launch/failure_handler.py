@@ -33,13 +33,7 @@ from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
-from lightning_ddp.supervise.failure_record import (
-    FailureRecord,
-    Identity,
-    Where,
-    render,
-    shortened,
-)
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, shortened
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish, WishKind
@@ -140,7 +134,6 @@ class FailureHandler:
         """True if this process starts the others of its node."""
         return self._children.launch is not None
 
-    @property
     def _is_between_runs(self) -> bool:
         has_ended = self._depth == 0 and self.inspector.num_runs > 0
         return has_ended and not self.is_over and not self.has_left
@@ -189,17 +182,10 @@ class FailureHandler:
         identity: Identity,
         settings: SupervisionSettings,
         parent_pid: int | None,
-        *,
-        start: int | None = None,
     ) -> None:
-        """Connect to the control server.
-
-        Args:
-            parent_pid: process of this job that started this one; None if there is none.
-            start: number of the start in the slot of a process that is to join; 0 if nobody requested it.
-        """
+        """Connect to the control server; `parent_pid` is the process of this job that started this one."""
         self._settings = self.end_limit.settings = settings
-        identity, self._parent_pid = replace(identity, start=start), parent_pid
+        self._parent_pid = parent_pid
         parent = None
         if identity.node_rank != server.identity.node_rank:
             self._called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
@@ -242,7 +228,7 @@ class FailureHandler:
             preemption = self._settings.preemption
             self._stop_signals = StopSignals(
                 self.watch,
-                is_between=lambda: self._is_between_runs,
+                is_between=self._is_between_runs,
                 is_ending=lambda: self.is_ending or self.has_left,
                 request=self._requested_by,
                 numbers=[preemption.number] if preemption is not None else [],
@@ -269,14 +255,14 @@ class FailureHandler:
             return False
         match cause_of_error(error):
             case Cause.PEER:
-                return self.calls.is_called
+                return self.calls.state.is_called
             case Cause.LOST_CONNECTION if self.calls.state.is_entering:
                 self.calls.wait_for_call(_EXPLAINED_WITHIN_S)  # then it reports that, and all meet anew
                 return True
             case Cause.LOST_CONNECTION:
                 return self.calls.wait_for_call(self._called_within_s)
             case Cause.BACKEND:  # also connections to the store that were aborted, in many words
-                return self.calls.is_called
+                return self.calls.state.is_called
         return False
 
     def forget_device(self) -> None:
@@ -607,12 +593,9 @@ class FailureHandler:
 
     def close(self) -> None:
         """Leave the job: the exit of this process is no failure from now on."""
-        if self.interrupt.device_watch is not None:
-            self.interrupt.device_watch.close()
-        if self.watch is not None:
-            self.watch.close()
-        if self.server is not None:
-            self.server.close()
+        for end in (self.interrupt.device_watch, self.watch, self.server):
+            if end is not None:
+                end.close()
 
     def restore_handlers(self) -> None:
         """Give back the signals and timers that this process has taken for the job."""

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -180,10 +180,10 @@ class JobContext:
     ) -> None:
         """Connect to the control server unless connected; wait until all ranks are."""
         if self.control.watch is None:
-            address = self.find_server(store)
-            start = self._start if self.is_joining else None
-            parent_pid = launcher_pid()
-            self.control.connect(address, identity, settings, parent_pid, start=start)
+            address, parent_pid = self.find_server(store), launcher_pid()
+            if self.is_joining:
+                identity = replace(identity, start=self._start)
+            self.control.connect(address, identity, settings, parent_pid)
             if parent_pid is not None:
                 outlive_parent()
         self.control.wait_for_all(timeout_s)

@@ -61,23 +61,18 @@ class RecoveryClient:
         """Defer interruptions between the end of a backward and a boundary, or allow them again."""
         self._alarm.defer(is_deferred)
 
-    @property
-    def is_called(self) -> bool:
-        """True if the main thread has to stop, as a rank is lost."""
-        return self.state.is_called
-
     def wait_for_call(self, within_s: float) -> bool:
         """Wait for an order to recover, which explains a lost connection; return True if there is one.
 
         Time in which this process is stopped does not count, as it receives nothing then.
         """
         for number in range(math.ceil(within_s / _LOOK_EVERY_S)):
-            if self.is_called or self._watch.failure is not None:
+            if self.state.is_called or self._watch.failure is not None:
                 break
             if number % _ASK_EVERY == 0:
                 self._watch.update(RankState.say_again)
             time.sleep(_LOOK_EVERY_S)
-        return self.is_called and self._watch.failure is None
+        return self.state.is_called and self._watch.failure is None
 
     def stop(self, *, has_met: bool = False) -> None:
         """Disable interruptions and abort all groups: the main thread has stopped, or all have met."""
