@@ -7,6 +7,7 @@ to the loopback.
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
 import struct
@@ -18,10 +19,6 @@ from pathlib import Path
 
 from lightning_ddp.comm.nccl import is_nccl
 from lightning_ddp.errors import RendezvousError
-
-if sys.platform == "linux":
-    import fcntl
-
 
 _RESOLVED_WITHIN_S = 30.0
 _ASK_AGAIN_S = 0.5

@@ -42,7 +42,7 @@ from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
 from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
-from lightning_ddp.launch.job_context import JobContext, job_context
+from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -121,7 +121,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             )
         strategy = self._owner
         environment = strategy.cluster_environment
-        assert environment is not None  # the Trainer has set it before it launches
         self.procs = []
         if self._made_by == "fork":
             # The store looks up the address of each rank that connects, and holds a lock of the C library
@@ -135,7 +134,16 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         variables |= rendezvous.handed
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        server = self._open_server(context) if is_enabled() and node_rank == 0 else None
+        server = None
+        if is_enabled() and node_rank == 0:
+            server = context.open_server(
+                environment.main_address,
+                rendezvous.hosted,
+                world_size=strategy.num_processes * strategy.num_nodes,
+                num_nodes=strategy.num_nodes,
+                settings=self._settings,
+                processes=self,
+            )
         guard = Guard(ends_launcher=False)
         self._scratch = tempfile.mkdtemp(prefix="ddp-")
         remove_scratch = Finalize(None, shutil.rmtree, (self._scratch, True), exitpriority=-100)
@@ -176,19 +184,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             restore(before)
             if not any(map(_runs, self.procs)):  # else it is removed once they have been waited for at exit
                 remove_scratch()
-
-    def _open_server(self, context: JobContext) -> ControlServer:
-        strategy = self._owner
-        server = context.open_server(
-            strategy.cluster_environment.main_address,
-            context.rendezvous.hosted,
-            world_size=strategy.num_processes * strategy.num_nodes,
-            num_nodes=strategy.num_nodes,
-            settings=self._settings,
-            processes=self,
-        )
-        assert server is not None  # only scripts have a supervisor
-        return server
 
     def _run_processes(self, server: ControlServer | None, *arguments: Any) -> Any:
         """Start the processes and wait for them; return what one of them has sent."""

@@ -133,7 +133,7 @@ class Rendezvous:
             )
         self._num_runs += 1
         if node_rank == 0:
-            if self._hosted is None or not self._is_hosted(address, port):
+            if not self._is_hosted(address, port):
                 named_by = "MASTER_PORT" if named is None else "init_method"
                 self._hosted = open_store(address, port, named_by)
             port = int(self._hosted.store.port)
@@ -213,11 +213,10 @@ def _port_of(environment: ClusterEnvironment) -> int | None:
 def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     rank, world_size = environment.global_rank(), environment.world_size()
     require_resolvable(environment.main_address)
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, **options))
+        store = _meet_at("env://", rank, world_size, timeout)
     except RuntimeError as error:
         address = environment.main_address
         raise RendezvousError(
@@ -227,6 +226,12 @@ def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> A
         ) from error
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store_of_attempt(store, rank=rank, world_size=world_size)
+    return store
+
+
+def _meet_at(url: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store, _, _ = next(dist.rendezvous(url, rank, world_size, **options))
     return store
 
 
@@ -379,9 +384,8 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
     address = tcp_address(init_method)
     if address is not None:
         require_resolvable(address[0], "init_method")
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))
+        return _meet_at(init_method, rank, world_size, timeout)
     except (RuntimeError, ValueError) as error:
         if "No rendezvous handler" in str(error):
             raise ConfigurationError(f"init_method={init_method!r}: {error}") from error
@@ -389,7 +393,6 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
             f"rank {rank} cannot connect to the other ranks at {init_method}: {error}. Check that the host"
             " is the first node's, that it is up, and that the port is free there."
         ) from error
-    return store
 
 
 def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | None) -> Any:

@@ -151,7 +151,10 @@ def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, in
             if received is None:
                 os._exit(0)
             (start, numbers), (told, *files) = received
-            pid = _try_to_fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                pid = -(error.errno or 1)
             if pid == 0:
                 end_with(here)
                 requests.close()
@@ -166,14 +169,6 @@ def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, in
             else:
                 os.close(told)
         signal.sigwaitinfo(_AWAITED)
-
-
-def _try_to_fork() -> int:
-    """Fork; return the negative number of an error."""
-    try:
-        return os.fork()
-    except OSError as error:
-        return -(error.errno or 1)
 
 
 def _tell(descriptor: int, number: int) -> None:
