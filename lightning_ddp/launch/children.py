@@ -45,8 +45,6 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Child:
-    """A process that was started."""
-
     slot: _Slot
     number: int
     """Number of its start in its slot; 0 for a process that began with the job."""
@@ -121,7 +119,6 @@ class Children(LocalProcesses):
 
     @property
     def node_rank(self) -> int:
-        """Number of this node."""
         return 0 if self.launch is None else self.launch.node_rank
 
     # ------------------------------------------------------------------ start
@@ -200,7 +197,6 @@ class Children(LocalProcesses):
     # ------------------------------------------------------------------ end
 
     def first_failure(self) -> FailureRecord | None:
-        """Return the end of the first child that failed."""
         return self._first
 
     def join(self, timeout_s: float) -> bool:
@@ -232,7 +228,6 @@ class Children(LocalProcesses):
         self.send_signal(signal.SIGKILL)
 
     def kill_one(self, pid: int) -> None:
-        """Kill one child, without which the others continue."""
         self._kill_where(lambda child: child.process.pid == pid)
 
     def kill_rank(self, rank: int) -> None:

@@ -113,7 +113,6 @@ class DesyncReporter:
         self.is_comparing = is_on and self._watch is not None
 
     def enter(self, name: str) -> None:
-        """Begin a run."""
         self.num_runs += 1
         self._is_active, self._run_name = True, name[:_LONGEST_TEXT]
         if self._watch is not None:

@@ -91,7 +91,6 @@ def _processes(env: _Variables) -> Told | None:
 
 
 def _of_pet(env: _Variables) -> Nodes:
-    """Read torchrun's arguments as variables."""
     range_ = env.text("PET_NNODES") or ""
     least, _, most = range_.partition(":")
     if most and least != most:

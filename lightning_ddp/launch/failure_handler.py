@@ -346,7 +346,6 @@ class FailureHandler:
         self.interrupt.check()
 
     def leave(self) -> None:
-        """End the run."""
         self._depth -= 1
         if self._depth == 0:
             self.end_limit.expect_progress(False)

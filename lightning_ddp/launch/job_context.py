@@ -335,8 +335,6 @@ class Joining:
         context.control.handle_stop_signals()
         return group
 
-    # ------------------------------------------------------------------ the store
-
     def _find_store(self) -> Any:
         context, environment = self.context, self.environment
         if context.num_failed:
@@ -363,8 +361,6 @@ class Joining:
         if self.init_method is None or self.init_method.startswith("env://"):
             return False
         return not (self._has_launcher and tcp_address(self.init_method))  # the launcher listens there
-
-    # ------------------------------------------------------------------ the control channel
 
     def _connect(self, store: Any) -> None:
         context, settings, rank = self.context, self.settings, self._rank
@@ -403,8 +399,6 @@ class Joining:
                 self.context.control.leave_late()  # the server was on this host, and was closed at the end
             raise
 
-    # ------------------------------------------------------------------ the process group
-
     def _make_group(self) -> Any:
         """Make the default group; in a process that replaces a lost one, of this process alone."""
         rank, world_size, store, timeout = self._rank, self._world_size, self.context.store, self.timeout
@@ -418,8 +412,6 @@ class Joining:
             return join_default_group(
                 self.backend, store, rank=rank, world_size=world_size, timeout=timeout, device=self.device
             )
-
-    # ------------------------------------------------------------------ what is known
 
     def _waiting(self, what: Callable[[], str]) -> Any:
         return waiting(self.environment, what)

@@ -251,7 +251,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                 os.kill(process.pid or 0, signal.SIGCONT)
 
     def kill_one(self, pid: int) -> None:
-        """Kill a process that the others go on without."""
         for process in filter(_runs, self.procs):
             if process.pid == pid:
                 process.kill()
@@ -335,7 +334,6 @@ def _is_of_pickle(error: BaseException) -> bool:
 def _failure_of(
     error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int, node_rank: int
 ) -> FailureRecord:
-    """Return the failure of a process, as torch tells it."""
     who = Identity(rank=first_rank + int(error.error_index), node_rank=node_rank, pid=error.error_pid)
     if isinstance(error, mp.ProcessExitedException):
         return exit_record(who, int(error.exit_code))

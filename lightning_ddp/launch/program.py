@@ -57,7 +57,6 @@ class ChildCommand:
 
     @property
     def arguments(self) -> list[str]:
-        """Command line that starts Python."""
         kind, name = self.program.kind, self.program.name
         start = ["-m", name] if kind == "module" else [name]
         if self.handed is not None:

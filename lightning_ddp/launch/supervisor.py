@@ -200,7 +200,6 @@ class JobHost(LocalProcesses):
         self._children.start_all()
 
     def kill_rank(self, rank: int) -> None:
-        """Kill the process that had this rank in the beginning."""
         self._children.kill_rank(rank)
 
     def kill(self) -> None:
@@ -222,13 +221,11 @@ class JobHost(LocalProcesses):
     # ------------------------------------------------------------------ in the thread of the server
 
     def kill_one(self, pid: int) -> None:
-        """Kill a rank, without which the others continue."""
         if pid == self._first.pid:
             self._first.send_signal(signal.SIGKILL)
         self._children.kill_one(pid)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a process in the slot of a lost one."""
         if place == self._children.first_rank:
             self._first.send_signal(signal.SIGKILL)
         self._children.start_again(place, number)

@@ -86,7 +86,6 @@ class Zygote:
         return Fork(pid, ours)
 
     def close(self) -> None:
-        """Let it end."""
         self._requests.close()
 
 
@@ -112,7 +111,6 @@ class Fork:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal unless it has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
