@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -33,17 +33,6 @@ _SET_BY_IMPORTS = {
 }
 _PUSHED = 0
 """Number of an answer that nobody asked for: the end of a child."""
-
-
-@dataclass(frozen=True)
-class RemoteStore:
-    """Store that the supervisor hosts, with the interface of `HostedStore`."""
-
-    address: str
-    is_named: bool
-    store: dist.TCPStore
-    close: Callable[[], Any]
-    """Frees its port."""
 
 
 class SupervisorLink:
@@ -70,10 +59,9 @@ class SupervisorLink:
             _explain_start(changed)
         return not changed
 
-    def open_store(self, address: str, port: int | None, named_by: str) -> RemoteStore:
+    def open_store(self, address: str, port: int | None, named_by: str) -> dist.TCPStore:
         bound = self._ask("open_store", address, port, named_by)
-        store = dist.TCPStore(address, bound, is_master=False)
-        return RemoteStore(address, port is not None, store, functools.partial(self._ask, "close_store"))
+        return dist.TCPStore(address, bound, is_master=False)
 
     def open_server(self, address: str, **options: Any) -> int:
         return int(self._ask("open_server", address, **options))

@@ -26,7 +26,7 @@ from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
 from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.last_words import show_report
 from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
-from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
+from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
 from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
@@ -160,7 +160,7 @@ class JobHost(LocalProcesses):
         self._zygote, self._first, self._link = zygote, first, link
         self._link_lock = threading.Lock()
         self._failure: FailureRecord | None = None
-        self._store: HostedStore | None = None
+        self._store: Any = None
         self._server: ControlServer | None = None
         self._children = Children(self._ended, starter=self._start)
         self._has_lost_zygote = self._is_ending = False
@@ -173,13 +173,10 @@ class JobHost(LocalProcesses):
     # ------------------------------------------------------------------ requests of rank 0
 
     def open_store(self, address: str, port: int | None, named_by: str) -> int:
-        """Open the store; return its port. Arguments and errors as of `HostedStore`."""
-        self._store = None
-        self._store = HostedStore(address, port, named_by)
-        return int(self._store.store.port)
-
-    def close_store(self) -> None:
-        self._store = None
+        """Open the store; return its port. Arguments and errors as of `rendezvous.open_store`."""
+        self._store = None  # an earlier job's
+        self._store = open_store(address, port, named_by)
+        return int(self._store.port)
 
     def open_server(self, address: str, settings: SupervisionSettings, **options: Any) -> int:
         """Open a control server in place of the previous one; return its port."""
