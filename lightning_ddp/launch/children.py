@@ -166,7 +166,8 @@ class Children(LocalProcesses):
         environment = {**launch.environment, "LOCAL_RANK": str(slot.local_rank)}
         if slot.number:
             environment[JOIN_VARIABLE] = str(slot.number)
-        log = launch.command.log_of(slot.rank)
+        logs = launch.command.logs
+        log = None if logs is None else logs / f"{slot.rank}.log"
         try:
             child = _Child(slot, slot.number, self._starter(launch.command, environment, log), log)
         except BaseException as error:  # noqa: BLE001 (raised in the thread that starts it)

@@ -177,11 +177,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ connecting
 
     def connect(
-        self,
-        server: ServerAddress,
-        identity: Identity,
-        settings: SupervisionSettings,
-        parent_pid: int | None,
+        self, server: ServerAddress, identity: Identity, settings: SupervisionSettings, parent_pid: int | None
     ) -> None:
         """Connect to the control server; `parent_pid` is the process of this job that started this one."""
         self._settings = self.end_limit.settings = settings

@@ -108,9 +108,7 @@ class JobContext:
 
     # ------------------------------------------------------------------ begin
 
-    def begin_launch(
-        self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None = None
-    ) -> None:
+    def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
         """Make this process the launcher of its node; with a link the supervisor starts the others instead.
 
         Sets `variables` in the environment until the job ends.

@@ -63,10 +63,6 @@ class ChildCommand:
             start = [STARTER, str(self.handed.fileno()), kind, name]
         return [sys.executable, *start, *self.program.arguments]
 
-    def log_of(self, rank: int) -> Path | None:
-        """Return the file to which the output of a rank is appended, or None."""
-        return None if self.logs is None else self.logs / f"{rank}.log"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
