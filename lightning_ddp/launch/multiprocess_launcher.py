@@ -63,11 +63,7 @@ _LOOK_AGAIN_S = 0.1
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     """Runs a function in N processes made by spawn, fork or forkserver; this process only waits for them.
 
-    Args:
-        strategy: the strategy whose processes they are.
-        start_method: how they are made.
-        settings: times of supervision.
-        init_method: as for `ScriptLauncher`.
+    `strategy` is the one whose processes they are; the other arguments are as for `ScriptLauncher`.
     """
 
     def __init__(
