@@ -59,7 +59,7 @@ class _Answer(threading.Event):
 
 
 class DesyncReporter:
-    """Reports what this process does: `where` returns step and phase, thread-safe. Made in the main thread."""
+    """Reports what this process does; `where` returns step and phase. Made in the main thread."""
 
     def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
         self._interrupt = interrupt
