@@ -776,7 +776,7 @@ def test_a_first_node_whose_name_cannot_be_resolved_is_named(who, monkeypatch, c
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "29500")
     meet: dict[str, Callable[[], Any]] = {
-        "launcher": lambda: rendezvous.HostedStore("no-such-host.invalid", 29500),
+        "launcher": lambda: rendezvous.open_store("no-such-host.invalid", 29500),
         "another node": lambda: rendezvous.run_store("no-such-host.invalid:29500/1", None),
         "torchrun": lambda: rendezvous.Rendezvous().find(LightningEnvironment(), None),
     }

@@ -12,41 +12,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-__all__ = [
-    "PARENT_VARIABLE",
-    "adopt_from_environment",
-    "after_imports",
-    "begin_run",
-    "child_environment",
-    "die_with_parent",
-    "end_fast",
-    "end_with",
-    "forked_by_zygote",
-    "guarded_by",
-    "is_alive",
-    "keep_files",
-    "launched_by",
-    "launcher_pid",
-    "outlive_parent",
-]
 
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
 """Environment variable in which a launcher tells a child its own process id."""
 
 _PRELUDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prelude")
 _PR_SET_PDEATHSIG = 1
-_POLL_S = 0.5
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -77,11 +57,10 @@ def _forget_imports() -> None:
     if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
         gc.unfreeze()  # nanobind (triton's, since torch 2.15) reports objects that are never collected
         return
-    # asked here, as multiprocessing imports the script before it says whose child this is
-    if multiprocessing.parent_process() is None:
-        return
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized():  # groups are to be destroyed
+    has_group = distributed is not None and distributed.is_initialized()  # which is to be destroyed
+    # asked here, as multiprocessing imports the script before it says whose child this is
+    if multiprocessing.parent_process() is not None and not has_group:
         gc.freeze()
 
 
@@ -96,8 +75,6 @@ def after_imports(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def keep_files(files: Mapping[int, int]) -> None:
     """Close all files of a fork on Linux but `files`: number that one is to have -> present number."""
-    import fcntl  # which Windows has not
-
     above = max(files, default=2) + 1
     held = {number: fcntl.fcntl(present, fcntl.F_DUPFD, above) for number, present in files.items()}
     for number, duplicate in held.items():
@@ -119,7 +96,6 @@ class _Origin:
     """Process that launched it, if a launcher of this package did."""
     parent: int
     """The same process, or the zygote of a supervisor."""
-    may_outlive: bool = False
 
 
 _origin: _Origin | None = None
@@ -166,11 +142,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def forked_by_zygote(launcher: int | None) -> None:
-    """Note in a fork of a zygote, which ends with that, which process launched it.
-
-    Args:
-        launcher: the supervisor; None in rank 0, which is alone at first.
-    """
+    """Note which process launched a fork of a zygote; None in rank 0, which is alone at first."""
     global _origin
     _origin = _Origin(launcher, os.getppid())
 
@@ -182,11 +154,8 @@ def launched_by(launcher: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel (Linux) or a thread (elsewhere) kill this process when its parent is gone."""
-    if sys.platform == "linux":
-        _set_death_signal(signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent-watch").start()
+    """Have the kernel kill this process when its parent is gone."""
+    _set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -210,21 +179,13 @@ def outlive_parent() -> None:
 
     If it is stopped (SIGSTOP) at that moment, the kernel continues it.
     """
-    if _origin is not None:
-        _origin.may_outlive = True
-    if sys.platform == "linux":
-        _set_death_signal(signal.SIGCONT)
+    _set_death_signal(signal.SIGCONT)
 
 
 def _set_death_signal(number: int) -> None:
+    if sys.platform != "linux":
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    if _origin is None or not _origin.may_outlive:
-        os._exit(1)

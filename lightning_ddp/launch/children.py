@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_ddp.launch.child_process import PARENT_VARIABLE, child_environment
 from lightning_ddp.launch.program import ChildCommand, Launch
@@ -23,24 +23,12 @@ from lightning_ddp.supervise.job_control import LocalProcesses
 
 if TYPE_CHECKING:
     from lightning_ddp.launch.supervised import SupervisorLink
+    from lightning_ddp.launch.zygote import Fork
 
-__all__ = ["ChildProcess", "Children", "exit_message", "exit_record"]
+    ChildProcess = subprocess.Popen[bytes] | Fork
 
 _LAST_LINES, _LAST_BYTES = 30, 64 * 1024
 _STOP_GRACE_S = 5.0
-
-
-class ChildProcess(Protocol):
-    """Part of `subprocess.Popen` that is used here."""
-
-    pid: int
-    returncode: Any
-
-    def wait(self) -> int:
-        """Wait for its end; return its exit code."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Send it a signal unless it has ended."""
 
 
 @dataclass(eq=False)
@@ -48,6 +36,7 @@ class _Slot:
     """Place of a rank on this node."""
 
     local_rank: int
+    rank: int
     number: int = 0
     """Number of the last process that was started in the place of a lost one."""
     end: FailureRecord | None = None
@@ -56,8 +45,6 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Child:
-    """A process that was started."""
-
     slot: _Slot
     number: int
     """Number of its start in its slot; 0 for a process that began with the job."""
@@ -118,7 +105,6 @@ class Children(LocalProcesses):
 
     @property
     def procs(self) -> list[ChildProcess]:
-        """All processes that were started."""
         return [child.process for child in self._started]
 
     @property
@@ -133,7 +119,6 @@ class Children(LocalProcesses):
 
     @property
     def node_rank(self) -> int:
-        """Number of this node."""
         return 0 if self.launch is None else self.launch.node_rank
 
     # ------------------------------------------------------------------ start
@@ -142,7 +127,7 @@ class Children(LocalProcesses):
         """Start the ranks of `launch`, and a guard: it kills those that do not hear of a failure."""
         assert self.launch is not None  # it was set
         for local_rank in range(int(self._is_rank), self.launch.num_ranks):
-            self._slots[local_rank] = _Slot(local_rank)
+            self._slots[local_rank] = _Slot(local_rank, self.first_rank + local_rank)
             if local_rank > 0 and not self.launch.is_later:
                 self._start(self.launch, self._slots[local_rank])
         if self.launch.world_size > 1:
@@ -152,10 +137,6 @@ class Children(LocalProcesses):
         """Start a process in the slot of a lost one, which is killed if it only stands still. Thread-safe.
 
         If the process was started already, and has ended, that is reported once more.
-
-        Args:
-            place: rank of the slot in the beginning.
-            number: number of this start in the slot.
         """
         if self.remote is not None:
             self.remote.start_again(place, number)
@@ -176,7 +157,7 @@ class Children(LocalProcesses):
 
     def _start(self, launch: Launch, slot: _Slot) -> None:
         started: Future[None] = Future()
-        arguments, name = (launch, slot, started), f"child-{self._rank(slot)}"
+        arguments, name = (launch, slot, started), f"child-{slot.rank}"
         threading.Thread(target=self._start_and_watch, args=arguments, daemon=True, name=name).start()
         started.result()
 
@@ -185,7 +166,8 @@ class Children(LocalProcesses):
         environment = {**launch.environment, "LOCAL_RANK": str(slot.local_rank)}
         if slot.number:
             environment[JOIN_VARIABLE] = str(slot.number)
-        log = launch.command.log_of(self._rank(slot))
+        logs = launch.command.logs
+        log = None if logs is None else logs / f"{slot.rank}.log"
         try:
             child = _Child(slot, slot.number, self._starter(launch.command, environment, log), log)
         except BaseException as error:  # noqa: BLE001 (raised in the thread that starts it)
@@ -198,7 +180,7 @@ class Children(LocalProcesses):
         self._ended(child, child.process.wait())
 
     def _ended(self, child: _Child, code: int) -> None:
-        rank, pid = self._rank(child.slot), child.process.pid
+        rank, pid = child.slot.rank, child.process.pid
         who = Identity(rank=rank, node_rank=self.node_rank, pid=pid, start=child.number or None)
         record, has_failed = exit_record(who, code, child.log), code != 0 or not self._has_met()
         with self._changed:
@@ -213,13 +195,9 @@ class Children(LocalProcesses):
             self._alive.remove(child)
             self._changed.notify_all()
 
-    def _rank(self, slot: _Slot) -> int:
-        return self.first_rank + slot.local_rank
-
     # ------------------------------------------------------------------ end
 
     def first_failure(self) -> FailureRecord | None:
-        """Return the end of the first child that failed."""
         return self._first
 
     def join(self, timeout_s: float) -> bool:
@@ -235,48 +213,35 @@ class Children(LocalProcesses):
                 late = [child for child in self._alive if child.process.returncode is None]
             self.kill()
             for child in late:
-                who = f"rank {self._rank(child.slot)} (pid {child.process.pid})"
+                who = f"rank {child.slot.rank} (pid {child.process.pid})"
                 print(f"lightning_ddp: {who} did not end, and was killed", file=sys.stderr)
             self.join(_STOP_GRACE_S)
         if self._guard is not None:
             self._guard.end()
 
     def end_new(self, is_left_out: Callable[[int], bool]) -> None:
-        """Kill replacements that are no members of the job, as they come too late.
-
-        Args:
-            is_left_out: returns True if a slot, known by its rank in the beginning, has no member.
-        """
-        for child in self._started:
-            if child.number and is_left_out(self._rank(child.slot)):
-                child.process.send_signal(signal.SIGKILL)
-
-    def wake(self) -> None:
-        """Continue children that are stopped, so that they hear of a failure."""
-        self.send_signal(signal.SIGCONT)
+        """Kill replacements in slots (ranks in the beginning) that have no member, as they come too late."""
+        self._kill_where(lambda child: child.number > 0 and is_left_out(child.slot.rank))
 
     def kill(self) -> None:
-        """Kill all children."""
         if self.remote is not None:
             self.remote.kill()
         self.send_signal(signal.SIGKILL)
 
     def kill_one(self, pid: int) -> None:
-        """Kill one child, without which the others continue."""
-        for process in self.procs:
-            if process.pid == pid:
-                process.send_signal(signal.SIGKILL)
+        self._kill_where(lambda child: child.process.pid == pid)
 
     def kill_rank(self, rank: int) -> None:
         """Kill the child that had this rank in the beginning, if it is of this node."""
         if self.remote is not None:
             self.remote.kill_rank(rank)
-        for child in self._started:
-            if not child.number and self._rank(child.slot) == rank:
-                child.process.send_signal(signal.SIGKILL)
+        self._kill_where(lambda child: not child.number and child.slot.rank == rank)
+
+    def _kill_where(self, is_meant: Callable[[_Child], bool]) -> None:
+        for child in filter(is_meant, self._started):
+            child.process.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all children."""
         for process in self.procs:
             process.send_signal(number)
 

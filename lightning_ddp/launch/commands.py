@@ -18,14 +18,8 @@ from lightning_ddp.launch.environment import take_slurm_task
 from lightning_ddp.launch.program import Program
 from lightning_ddp.supervise.protocol import DrainNode, DrainNodeReply, Message
 
-__all__ = ["Leave", "Run"]
-
 _ANSWER_S = 15.0
-_IMPORTED = (
-    "lightning_ddp.ddp.module",
-    "lightning_ddp.launch.launcher",
-    "lightning_ddp.launch.supervisor",
-)
+_IMPORTED = ("lightning_ddp.ddp.module", "lightning_ddp.launch.launcher", "lightning_ddp.launch.supervisor")
 _RARE = (100_000, 10, 10)
 
 

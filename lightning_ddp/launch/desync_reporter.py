@@ -45,8 +45,6 @@ from lightning_ddp.supervise.protocol import (
 )
 from lightning_ddp.supervise.rank_state import RankState
 
-__all__ = ["DesyncReporter"]
-
 _LONGEST_TEXT = 200
 _MOST_LANES = 6
 _ASK_WAIT_S = ANSWER_WAIT_S + 2.0
@@ -54,25 +52,14 @@ _OF_OTHERS = ("/torch/", "/lightning_ddp/", "/pytorch_lightning/", "/lightning/"
 _MOST_FRAMES = 200
 
 
-class _Answer:
+class _Answer(threading.Event):
     """Answer of the server, for which a thread waits."""
 
-    def __init__(self) -> None:
-        self.has_come = threading.Event()
-        self.message: Message | None = None
-
-    @property
-    def findings(self) -> Findings | None:
-        return self.message.findings if isinstance(self.message, Diagnosis) else None
+    findings: Findings | None = None
 
 
 class DesyncReporter:
-    """Reports what this process does. Made in its main thread.
-
-    Args:
-        interrupt: has the record of this rank's collectives.
-        where: returns step and phase. Thread-safe.
-    """
+    """Reports what this process does; `where` returns step and phase. Made in the main thread."""
 
     def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
         self._interrupt = interrupt
@@ -121,7 +108,6 @@ class DesyncReporter:
         self.is_comparing = is_on and self._watch is not None
 
     def enter(self, name: str) -> None:
-        """Begin a run."""
         self.num_runs += 1
         self._is_active, self._run_name = True, name[:_LONGEST_TEXT]
         if self._watch is not None:
@@ -144,8 +130,8 @@ class DesyncReporter:
             case CollectiveApproved(group, number) | Diagnosis(group, number):
                 answer = self._answers.get((group, number))
                 if answer is not None:
-                    answer.message = message
-                    answer.has_come.set()
+                    answer.findings = message.findings if isinstance(message, Diagnosis) else None
+                    answer.set()
             case StateRequest(number) if self._watch is not None and self.state_values is not None:
                 self._watch.post(self.state_values(number))
             case PeerValue(sender, topic, value):
@@ -211,11 +197,10 @@ class DesyncReporter:
         waited_s = time.monotonic() - waiting.begun_at
         missing = list(found.missing)
         absent = f"; missing: {name_ranks(missing)}" if missing else ""
-        limit_s = self.deadline_s
         return CollectiveTimeoutError(
             f"rank {self._rank}: {waiting.label} has not ended {waited_s:.1f} s after it began, past its"
-            f" deadline of {limit_s:g} s{absent}\n{_in_words(found)}\nCheck what the missing ranks do at this"
-            " point. If they only need more time, give the strategy a longer timeout.",
+            f" deadline of {self.deadline_s:g} s{absent}\n{_in_words(found)}\nCheck what the missing ranks do"
+            " at this point. If they only need more time, give the strategy a longer timeout.",
             label=waiting.label,
             rank=self._rank,
             waited_s=waited_s,
@@ -250,7 +235,7 @@ class DesyncReporter:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))
                 watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
-                while not answer.has_come.wait(SLICE_S):
+                while not answer.wait(SLICE_S):
                     self._interrupt.check()
                     self._interrupt.check_deadline()
         finally:
@@ -271,7 +256,7 @@ class DesyncReporter:
         if self._watch is not None:
             self._watch.post(DiagnoseRequest(*key))
         deadline = time.monotonic() + _ASK_WAIT_S
-        while not answer.has_come.wait(SLICE_S) and time.monotonic() < deadline:
+        while not answer.wait(SLICE_S) and time.monotonic() < deadline:
             self._interrupt.check()
         self._answers.pop(key, None)
         return answer.findings or self._unanswered(entry)

@@ -16,18 +16,6 @@ from typing import Any, NamedTuple
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.errors import ConfigurationError
 
-__all__ = [
-    "ENGINES",
-    "Engine",
-    "Nodes",
-    "Told",
-    "is_slurm_node",
-    "nodes_of",
-    "settle_nodes",
-    "take_slurm_task",
-    "variables_by_hand",
-]
-
 _DEFAULT_PORT = "29500"
 """Port of the store where an engine gives an address only; torchrun's default too."""
 _NODES_VARIABLE = "LIGHTNING_DDP_NODES"
@@ -45,32 +33,20 @@ class Told(NamedTuple):
         return f"{self.variable}={self.value}"
 
 
-class _Variables:
-    """Environment variables, with errors that name them."""
+def _number(env: Mapping[str, str], name: str) -> Told | None:
+    """Return the number of a variable, None if it is not set; raise `ConfigurationError` if it is none."""
+    text = env.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ConfigurationError(f"{name}={text}: expected a number from 0")
+    return Told(int(text), name)
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
 
-    def number(self, name: str) -> Told | None:
-        """Return the number of a variable; None if it is not set.
-
-        Raises:
-            ConfigurationError: It is no number.
-        """
-        text = self._env.get(name)
-        if not text:
-            return None
-        if not text.isdecimal():
-            raise ConfigurationError(f"{name}={text}: expected a number from 0")
-        return Told(int(text), name)
-
-    def text(self, name: str) -> str | None:
-        return self._env.get(name) or None
-
-    def hosts(self, name: str) -> list[str]:
-        """Return the hosts that a variable lists, one per line or as JSON."""
-        text = self._env.get(name, "").strip()
-        return list(json.loads(text)) if text.startswith("[") else text.split()
+def _hosts(env: Mapping[str, str], name: str) -> list[str]:
+    """Return the hosts that a variable lists, one per line or as JSON."""
+    text = env.get(name, "").strip()
+    return list(json.loads(text)) if text.startswith("[") else text.split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +69,17 @@ class Engine:
     name: str
     marks: tuple[str, ...]
     """Variables that are all set where this engine has started the process."""
-    read: Callable[[_Variables], Nodes]
+    read: Callable[[Mapping[str, str]], Nodes]
 
 
-def _processes(env: _Variables) -> Told | None:
+def _processes(env: Mapping[str, str]) -> Told | None:
     """Return torchrun's number of processes of a node, which may also be `auto`, `cpu` or `gpu`."""
     name = "PET_NPROC_PER_NODE"
-    return None if env.text(name) in ("auto", "cpu", "gpu") else env.number(name)
+    return None if env.get(name) in ("auto", "cpu", "gpu") else _number(env, name)
 
 
-def _of_pet(env: _Variables) -> Nodes:
-    """Read torchrun's arguments as variables."""
-    range_ = env.text("PET_NNODES") or ""
+def _of_pet(env: Mapping[str, str]) -> Nodes:
+    range_ = env.get("PET_NNODES", "")
     least, _, most = range_.partition(":")
     if most and least != most:
         raise ConfigurationError(
@@ -112,33 +87,33 @@ def _of_pet(env: _Variables) -> Nodes:
             " on_failure='replace' training continues while fewer of them are there"
         )
     return Nodes(
-        num_nodes=_Variables({"PET_NNODES": least}).number("PET_NNODES"),
-        node_rank=env.number("PET_NODE_RANK"),
+        num_nodes=_number({"PET_NNODES": least}, "PET_NNODES"),
+        node_rank=_number(env, "PET_NODE_RANK"),
         num_devices=_processes(env),
-        address=env.text("PET_MASTER_ADDR"),
-        port=env.text("PET_MASTER_PORT"),
+        address=env.get("PET_MASTER_ADDR"),
+        port=env.get("PET_MASTER_PORT"),
     )
 
 
-def _of_pods(env: _Variables) -> Nodes:
-    size, per_node = env.number("WORLD_SIZE"), _processes(env)
+def _of_pods(env: Mapping[str, str]) -> Nodes:
+    size, per_node = _number(env, "WORLD_SIZE"), _processes(env)
     if size and per_node and per_node.value and not size.value % per_node.value:
         # where nprocPerNode is a number, the operator counts the processes of all pods; its RANK is the pod's
         size = Told(size.value // per_node.value, f"{size.variable} / {per_node.variable}")
-    return Nodes(num_nodes=size, node_rank=env.number("RANK"))
+    return Nodes(num_nodes=size, node_rank=_number(env, "RANK"))
 
 
-def _of_skypilot(env: _Variables) -> Nodes:
-    hosts = env.hosts("SKYPILOT_NODE_IPS")
+def _of_skypilot(env: Mapping[str, str]) -> Nodes:
+    hosts = _hosts(env, "SKYPILOT_NODE_IPS")
     return Nodes(
-        num_nodes=env.number("SKYPILOT_NUM_NODES") or Told(len(hosts), "lines of SKYPILOT_NODE_IPS"),
-        node_rank=env.number("SKYPILOT_NODE_RANK"),
+        num_nodes=_number(env, "SKYPILOT_NUM_NODES") or Told(len(hosts), "lines of SKYPILOT_NODE_IPS"),
+        node_rank=_number(env, "SKYPILOT_NODE_RANK"),
         address=next(iter(hosts), None),
     )
 
 
-def _of_sagemaker(env: _Variables) -> Nodes:
-    hosts, here = env.hosts("SM_HOSTS"), env.text("SM_CURRENT_HOST")
+def _of_sagemaker(env: Mapping[str, str]) -> Nodes:
+    hosts, here = _hosts(env, "SM_HOSTS"), env.get("SM_CURRENT_HOST")
     if here not in hosts:
         raise ConfigurationError(f"SM_CURRENT_HOST={here} is none of SM_HOSTS={hosts}")
     return Nodes(
@@ -148,13 +123,13 @@ def _of_sagemaker(env: _Variables) -> Nodes:
     )
 
 
-def _of_hand(env: _Variables) -> Nodes:
-    number, _, variable = (env.text(_NODES_VARIABLE) or "").partition(" ")
+def _of_hand(env: Mapping[str, str]) -> Nodes:
+    number, _, variable = env.get(_NODES_VARIABLE, "").partition(" ")
     return Nodes(
         num_nodes=Told(int(number), variable) if number else None,
-        node_rank=env.number("NODE_RANK"),
-        address=env.text("MASTER_ADDR"),
-        port=env.text("MASTER_PORT"),
+        node_rank=_number(env, "NODE_RANK"),
+        address=env.get("MASTER_ADDR"),
+        port=env.get("MASTER_PORT"),
     )
 
 
@@ -181,11 +156,11 @@ def nodes_of(env: Mapping[str, str], num_nodes: int = 1) -> tuple[Nodes, list[st
     # with LOCAL_RANK, RANK and WORLD_SIZE count ranks; without it, pods
     shown = env.keys() - (_OF_PODS if "LOCAL_RANK" in env else set())
     found = [engine for engine in ENGINES if shown >= set(engine.marks)]
-    said = [engine.read(_Variables(env)) for engine in found]
+    said = [engine.read(env) for engine in found]
     stated = _agreed([nodes.num_nodes for nodes in said])
     node_rank = _agreed([nodes.node_rank for nodes in said])
     if node_rank is None and (num_nodes > 1 or stated is not None):
-        node_rank = _Variables(env).number("JOB_COMPLETION_INDEX")
+        node_rank = _number(env, "JOB_COMPLETION_INDEX")
     if stated is not None and node_rank is not None and node_rank.value >= stated.value:
         raise ConfigurationError(f"{node_rank}, but nodes are counted from 0, and {stated}")
     return (

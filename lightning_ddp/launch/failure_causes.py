@@ -17,8 +17,6 @@ from lightning_ddp.encoding import side_stream
 from lightning_ddp.errors import CollectiveError, LightningDDPError, PeerFailure
 from lightning_ddp.supervise.failure_record import text_of
 
-__all__ = ["Cause", "cause_of_error", "interruption_behind"]
-
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
 _COMMUNICATE = tuple(os.path.dirname(str(room.__file__)) + os.sep for room in (comm, shm, encoding, dist))
 _RUNS_JOBS = side_stream.__file__

@@ -33,13 +33,7 @@ from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
-from lightning_ddp.supervise.failure_record import (
-    FailureRecord,
-    Identity,
-    Where,
-    render,
-    shortened,
-)
+from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, shortened
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish, WishKind
@@ -48,8 +42,6 @@ from lightning_ddp.supervise.rank_state import Passage
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
-
-__all__ = ["FailureHandler", "is_enabled"]
 
 _SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
 _MOST_INTERRUPTIONS = 3
@@ -79,11 +71,7 @@ class _State(Enum):
 
 
 class FailureHandler:
-    """Supervision of this process in one generation of its job. Made and used in the main thread.
-
-    Args:
-        children: the processes that this one has started.
-    """
+    """Supervision of this process in one generation of its job. Made and used in the main thread."""
 
     def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
@@ -146,7 +134,6 @@ class FailureHandler:
         """True if this process starts the others of its node."""
         return self._children.launch is not None
 
-    @property
     def _is_between_runs(self) -> bool:
         has_ended = self._depth == 0 and self.inspector.num_runs > 0
         return has_ended and not self.is_over and not self.has_left
@@ -190,22 +177,11 @@ class FailureHandler:
     # ------------------------------------------------------------------ connecting
 
     def connect(
-        self,
-        server: ServerAddress,
-        identity: Identity,
-        settings: SupervisionSettings,
-        parent_pid: int | None,
-        *,
-        start: int | None = None,
+        self, server: ServerAddress, identity: Identity, settings: SupervisionSettings, parent_pid: int | None
     ) -> None:
-        """Connect to the control server.
-
-        Args:
-            parent_pid: process of this job that started this one; None if there is none.
-            start: number of the start in the slot of a process that is to join; 0 if nobody requested it.
-        """
+        """Connect to the control server; `parent_pid` is the process of this job that started this one."""
         self._settings = self.end_limit.settings = settings
-        identity, self._parent_pid = replace(identity, start=start), parent_pid
+        self._parent_pid = parent_pid
         parent = None
         if identity.node_rank != server.identity.node_rank:
             self._called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
@@ -248,7 +224,7 @@ class FailureHandler:
             preemption = self._settings.preemption
             self._stop_signals = StopSignals(
                 self.watch,
-                is_between=lambda: self._is_between_runs,
+                is_between=self._is_between_runs,
                 is_ending=lambda: self.is_ending or self.has_left,
                 request=self._requested_by,
                 numbers=[preemption.number] if preemption is not None else [],
@@ -275,14 +251,14 @@ class FailureHandler:
             return False
         match cause_of_error(error):
             case Cause.PEER:
-                return self.calls.is_called
+                return self.calls.state.is_called
             case Cause.LOST_CONNECTION if self.calls.state.is_entering:
                 self.calls.wait_for_call(_EXPLAINED_WITHIN_S)  # then it reports that, and all meet anew
                 return True
             case Cause.LOST_CONNECTION:
                 return self.calls.wait_for_call(self._called_within_s)
             case Cause.BACKEND:  # also connections to the store that were aborted, in many words
-                return self.calls.is_called
+                return self.calls.state.is_called
         return False
 
     def forget_device(self) -> None:
@@ -366,7 +342,6 @@ class FailureHandler:
         self.interrupt.check()
 
     def leave(self) -> None:
-        """End the run."""
         self._depth -= 1
         if self._depth == 0:
             self.end_limit.expect_progress(False)
@@ -522,12 +497,7 @@ class FailureHandler:
             tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
 
     def fail(self, trace: str, cause: str | None = None) -> None:
-        """Report a failure of this rank to all ranks.
-
-        Args:
-            trace: the traceback.
-            cause: one line; the last of the traceback if None.
-        """
+        """Report a failure of this rank to all ranks; `cause` is one line, else the last of the traceback."""
         if self.watch is None:
             return
         where = self._position()
@@ -589,7 +559,7 @@ class FailureHandler:
 
     def _wake_stopped(self, error: PeerFailure) -> None:
         """Continue stopped processes (SIGSTOP) that this one has started, so that they can end."""
-        self._children.wake()
+        self._children.send_signal(signal.SIGCONT)
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)
@@ -618,12 +588,9 @@ class FailureHandler:
 
     def close(self) -> None:
         """Leave the job: the exit of this process is no failure from now on."""
-        if self.interrupt.device_watch is not None:
-            self.interrupt.device_watch.close()
-        if self.watch is not None:
-            self.watch.close()
-        if self.server is not None:
-            self.server.close()
+        for end in (self.interrupt.device_watch, self.watch, self.server):
+            if end is not None:
+                end.close()
 
     def restore_handlers(self) -> None:
         """Give back the signals and timers that this process has taken for the job."""

@@ -7,6 +7,7 @@ to the loopback.
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
 import struct
@@ -18,21 +19,6 @@ from pathlib import Path
 
 from lightning_ddp.comm.nccl import is_nccl
 from lightning_ddp.errors import RendezvousError
-
-if sys.platform == "linux":
-    import fcntl
-
-__all__ = [
-    "backend_names",
-    "choose_interface",
-    "describe_route",
-    "interfaces",
-    "is_loopback",
-    "is_own_address",
-    "require_resolvable",
-    "route_to",
-    "uses_nccl",
-]
 
 _RESOLVED_WITHIN_S = 30.0
 _ASK_AGAIN_S = 0.5
@@ -60,11 +46,7 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def route_to(address: str) -> tuple[str | None, str]:
-    """Return the interface that leads to a host, or None, and this host's address on it.
-
-    Raises:
-        OSError: no interface leads there.
-    """
+    """Return the interface that leads to a host, or None, and this host's address on it; else `OSError`."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # of a datagram socket: sends nothing
@@ -97,10 +79,6 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
     Empty where the user has named one, or no interface is found. The loopback is named to gloo alone, and
     only where the address is a number: a name may lead elsewhere from another node. NCCL, which spreads its
     sockets over all interfaces, gets none where it finds the way itself.
-
-    Args:
-        address: address of the first node.
-        backend: 'gloo', 'nccl', 'cpu:gloo,cuda:nccl' ...
     """
     has_gloo, has_nccl = "gloo" in backend_names(backend), uses_nccl(backend)
     if not (has_gloo or has_nccl):
@@ -174,11 +152,7 @@ def is_own_address(address: str) -> bool:
 def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
     """Wait until the first node's name, which a cluster may publish late, can be resolved.
 
-    Args:
-        named_by: where the user named it, for the error.
-
-    Raises:
-        RendezvousError: it cannot be resolved within 30 s.
+    Raises `RendezvousError`, which says where the user named it, if it cannot within 30 s.
     """
     deadline = time.monotonic() + _RESOLVED_WITHIN_S
     is_said = False

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,16 +58,6 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 if TYPE_CHECKING:
     from lightning_ddp.launch.supervised import SupervisorLink
 
-__all__ = [
-    "FIRST_JOB",
-    "JobContext",
-    "Joining",
-    "end_job",
-    "global_seed",
-    "job_context",
-    "server_in",
-    "waiting",
-]
 
 FIRST_JOB = "the job that the first node has composed"
 
@@ -80,8 +70,7 @@ _LONGEST_WAIT_S = 1800.0
 class JobContext:
     """Store, children and supervision of this process for its job. Made and used in the main thread.
 
-    Args:
-        before: the previous context: of a job that ended, or of the process that forked this one.
+    `before` is the previous context: of a job that ended, or of the process that forked this one.
     """
 
     def __init__(self, before: JobContext | None = None) -> None:
@@ -119,14 +108,10 @@ class JobContext:
 
     # ------------------------------------------------------------------ begin
 
-    def begin_launch(
-        self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None = None
-    ) -> None:
-        """Make this process the launcher of its node.
+    def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
+        """Make this process the launcher of its node; with a link the supervisor starts the others instead.
 
-        Args:
-            variables: environment variables to set until the job ends.
-            link: to the supervisor that starts the others, and waits for them, instead of this process.
+        Sets `variables` in the environment until the job ends.
         """
         self._goes_on, self.children.remote = launch.goes_on, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
@@ -193,10 +178,10 @@ class JobContext:
     ) -> None:
         """Connect to the control server unless connected; wait until all ranks are."""
         if self.control.watch is None:
-            address = self.find_server(store)
-            start = self._start if self.is_joining else None
-            parent_pid = launcher_pid()
-            self.control.connect(address, identity, settings, parent_pid, start=start)
+            address, parent_pid = self.find_server(store), launcher_pid()
+            if self.is_joining:
+                identity = replace(identity, start=self._start)
+            self.control.connect(address, identity, settings, parent_pid)
             if parent_pid is not None:
                 outlive_parent()
         self.control.wait_for_all(timeout_s)
@@ -217,11 +202,7 @@ class JobContext:
     # ------------------------------------------------------------------ end
 
     def end(self, error: BaseException | None) -> FailureRecord | None:
-        """End the job while the process continues; return its failure.
-
-        Args:
-            error: what the job raised here.
-        """
+        """End the job, which raised `error` here, while the process continues; return its failure."""
         failure = self._leave(error)
         atexit.unregister(self._at_exit)
         if self._is_left_behind:
@@ -249,10 +230,9 @@ class JobContext:
             ours.fail(traceback_of(error), traceback.format_exception_only(error)[-1].strip())
         has_failed = error is not None or ours.has_failed
         self.children.are_ending = True
-        if self.control.server is not None:
-            self.children.end_new(self.control.server.goes_on_without)
-        elif ours.calls is not None:
-            self.children.end_new(ours.calls.state.goes_on_without)
+        knows = ours.server or (ours.calls.state if ours.calls is not None else None)
+        if knows is not None:
+            self.children.end_new(knows.goes_on_without)
         if not has_failed:
             self.children.end(_EXIT_GRACE_S)
         else:  # without a control channel nobody has told the children
@@ -314,9 +294,9 @@ class Joining:
     """Timeout of the rendezvous and of collectives; None for torch's own."""
     device: torch.device
     settings: SupervisionSettings
-    init_method: str | None = None
+    init_method: str | None
     """URL at which ranks meet; None for the launcher's store, else `env://`."""
-    given_store: Any | None = None
+    given_store: Any | None
     """Store of the user that all ranks reach, instead."""
 
     def group(self) -> Any:
@@ -353,8 +333,6 @@ class Joining:
         context.control.handle_stop_signals()
         return group
 
-    # ------------------------------------------------------------------ the store
-
     def _find_store(self) -> Any:
         context, environment = self.context, self.environment
         if context.num_failed:
@@ -382,8 +360,6 @@ class Joining:
             return False
         return not (self._has_launcher and tcp_address(self.init_method))  # the launcher listens there
 
-    # ------------------------------------------------------------------ the control channel
-
     def _connect(self, store: Any) -> None:
         context, settings, rank = self.context, self.settings, self._rank
         identity = Identity(rank=rank, node_rank=self.environment.node_rank())
@@ -401,7 +377,13 @@ class Joining:
                     settings=settings,
                 )
             timeout_s = _LONGEST_WAIT_S if self.timeout is None else self.timeout.total_seconds()
-            with self._waiting(self._describe_ranks):
+
+            def describe() -> str:
+                watch = context.control.watch
+                connected = None if watch is None else watch.who_is_here()
+                return f"all {self._world_size} ranks; connected so far: {connected}"
+
+            with self._waiting(describe):
                 context.connect(store, identity, settings, timeout_s)
             if rank == 0 and self._has_launcher and settings.recovery is not None:
                 note_met(store)
@@ -414,13 +396,6 @@ class Joining:
             if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
                 self.context.control.leave_late()  # the server was on this host, and was closed at the end
             raise
-
-    def _describe_ranks(self) -> str:
-        watch = self.context.control.watch
-        connected = None if watch is None else watch.who_is_here()
-        return f"all {self._world_size} ranks; connected so far: {connected}"
-
-    # ------------------------------------------------------------------ the process group
 
     def _make_group(self) -> Any:
         """Make the default group; in a process that replaces a lost one, of this process alone."""
@@ -435,8 +410,6 @@ class Joining:
             return join_default_group(
                 self.backend, store, rank=rank, world_size=world_size, timeout=timeout, device=self.device
             )
-
-    # ------------------------------------------------------------------ what is known
 
     def _waiting(self, what: Callable[[], str]) -> Any:
         return waiting(self.environment, what)

@@ -16,8 +16,6 @@ from lightning_ddp.supervise.failure_record import FailureRecord, render, write_
 from lightning_ddp.supervise.settings import SupervisionSettings
 from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT
 
-__all__ = ["EndLimit", "exit_now", "fill_error_file", "show_report"]
-
 _LATER_S = 1.0
 """Seconds after the others at which a launching process kills those that it has started."""
 _LAST_WORDS_S = 15.0
@@ -100,11 +98,7 @@ def exit_now(code: int) -> None:
 
 
 def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
-    """Print the report of a failure; on a terminal in colors and within 100 columns.
-
-    Args:
-        stream: standard error if None.
-    """
+    """Print the report of a failure, to standard error; on a terminal in colors and within 100 columns."""
     stream = stream or sys.stderr
     text = render(record)
     if stream.isatty():

@@ -25,14 +25,13 @@ from lightning_ddp.launch.child_process import begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context, waiting
 from lightning_ddp.launch.program import ChildCommand, Launch, Program
-from lightning_ddp.launch.rendezvous import HostedStore
+from lightning_ddp.launch.rendezvous import open_store
 from lightning_ddp.launch.supervised import supervisor_link
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
-__all__ = ["ScriptLauncher", "node_rank_of"]
 
 _INTERRUPTED_S = 1.5
 
@@ -105,7 +104,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 self._init_method,
                 num_nodes=self.num_nodes,
                 node_rank=node_rank,
-                open_store=HostedStore if link is None else link.open_store,
+                open_store=open_store if link is None else link.open_store,
             ),
             "NODE_RANK": str(node_rank),
             "LOCAL_RANK": str(environment.local_rank()),

@@ -42,7 +42,7 @@ from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import after_imports, die_with_parent
 from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
-from lightning_ddp.launch.job_context import JobContext, job_context
+from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
@@ -56,7 +56,6 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
-__all__ = ["MultiprocessLauncher"]
 
 _LOOK_AGAIN_S = 0.1
 
@@ -64,11 +63,7 @@ _LOOK_AGAIN_S = 0.1
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     """Runs a function in N processes made by spawn, fork or forkserver; this process only waits for them.
 
-    Args:
-        strategy: the strategy whose processes they are.
-        start_method: how they are made.
-        settings: times of supervision.
-        init_method: as for `ScriptLauncher`.
+    `strategy` is the one whose processes they are; the other arguments are as for `ScriptLauncher`.
     """
 
     def __init__(
@@ -122,7 +117,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             )
         strategy = self._owner
         environment = strategy.cluster_environment
-        assert environment is not None  # the Trainer has set it before it launches
         self.procs = []
         if self._made_by == "fork":
             # The store looks up the address of each rank that connects, and holds a lock of the C library
@@ -136,7 +130,16 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         variables |= rendezvous.handed
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        server = self._open_server(context) if is_enabled() and node_rank == 0 else None
+        server = None
+        if is_enabled() and node_rank == 0:
+            server = context.open_server(
+                environment.main_address,
+                rendezvous.hosted,
+                world_size=strategy.num_processes * strategy.num_nodes,
+                num_nodes=strategy.num_nodes,
+                settings=self._settings,
+                processes=self,
+            )
         guard = Guard(ends_launcher=False)
         self._scratch = tempfile.mkdtemp(prefix="ddp-")
         remove_scratch = Finalize(None, shutil.rmtree, (self._scratch, True), exitpriority=-100)
@@ -177,19 +180,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             restore(before)
             if not any(map(_runs, self.procs)):  # else it is removed once they have been waited for at exit
                 remove_scratch()
-
-    def _open_server(self, context: JobContext) -> ControlServer:
-        strategy = self._owner
-        server = context.open_server(
-            strategy.cluster_environment.main_address,
-            context.rendezvous.hosted,
-            world_size=strategy.num_processes * strategy.num_nodes,
-            num_nodes=strategy.num_nodes,
-            settings=self._settings,
-            processes=self,
-        )
-        assert server is not None  # only scripts have a supervisor
-        return server
 
     def _run_processes(self, server: ControlServer | None, *arguments: Any) -> Any:
         """Start the processes and wait for them; return what one of them has sent."""
@@ -257,7 +247,6 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                 os.kill(process.pid or 0, signal.SIGCONT)
 
     def kill_one(self, pid: int) -> None:
-        """Kill a process that the others go on without."""
         for process in filter(_runs, self.procs):
             if process.pid == pid:
                 process.kill()
@@ -341,7 +330,6 @@ def _is_of_pickle(error: BaseException) -> bool:
 def _failure_of(
     error: mp.ProcessRaisedException | mp.ProcessExitedException, first_rank: int, node_rank: int
 ) -> FailureRecord:
-    """Return the failure of a process, as torch tells it."""
     who = Identity(rank=first_rank + int(error.error_index), node_rank=node_rank, pid=error.error_pid)
     if isinstance(error, mp.ProcessExitedException):
         return exit_record(who, int(error.exit_code))

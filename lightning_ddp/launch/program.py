@@ -27,8 +27,6 @@ import torch
 
 from lightning_ddp.hydra_jobs.jobs import STARTER
 
-__all__ = ["CANNOT_BEGIN", "ChildCommand", "Launch", "Program", "last_resort", "run_as_main"]
-
 CANNOT_BEGIN = 127
 """Exit code of a process that ended before its program began."""
 
@@ -59,16 +57,11 @@ class ChildCommand:
 
     @property
     def arguments(self) -> list[str]:
-        """Command line that starts Python."""
         kind, name = self.program.kind, self.program.name
         start = ["-m", name] if kind == "module" else [name]
         if self.handed is not None:
             start = [STARTER, str(self.handed.fileno()), kind, name]
         return [sys.executable, *start, *self.program.arguments]
-
-    def log_of(self, rank: int) -> Path | None:
-        """Return the file to which the output of a rank is appended, or None."""
-        return None if self.logs is None else self.logs / f"{rank}.log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +96,7 @@ def last_resort() -> Generator[None, None, None]:
 
 
 def run_as_main(program: Program) -> NoReturn:
-    """Run a program as the interpreter does; then end the interpreter as usual.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Run a program as the interpreter does; then end the interpreter as usual, by `SystemExit`."""
     code: Any = 0
     try:
         _prepare(program)

@@ -20,8 +20,6 @@ from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 from lightning_ddp.supervise.rank_state import RankState
 
-__all__ = ["RecoveryClient"]
-
 _LOOK_EVERY_S = 0.05
 _ASK_EVERY = 10
 """Number of looks after which the state is reported once more."""
@@ -63,30 +61,21 @@ class RecoveryClient:
         """Defer interruptions between the end of a backward and a boundary, or allow them again."""
         self._alarm.defer(is_deferred)
 
-    @property
-    def is_called(self) -> bool:
-        """True if the main thread has to stop, as a rank is lost."""
-        return self.state.is_called
-
     def wait_for_call(self, within_s: float) -> bool:
         """Wait for an order to recover, which explains a lost connection; return True if there is one.
 
         Time in which this process is stopped does not count, as it receives nothing then.
         """
         for number in range(math.ceil(within_s / _LOOK_EVERY_S)):
-            if self.is_called or self._watch.failure is not None:
+            if self.state.is_called or self._watch.failure is not None:
                 break
             if number % _ASK_EVERY == 0:
                 self._watch.update(RankState.say_again)
             time.sleep(_LOOK_EVERY_S)
-        return self.is_called and self._watch.failure is None
+        return self.state.is_called and self._watch.failure is None
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Disable interruptions and abort all groups, as the main thread has stopped.
-
-        Args:
-            has_met: True at the boundary where all ranks meet.
-        """
+        """Disable interruptions and abort all groups: the main thread has stopped, or all have met."""
         self._alarm.silence()
         self._watch.update(lambda state: state.stop(has_met=has_met))
         self._alarm.take()
@@ -151,8 +140,7 @@ class RecoveryClient:
     def settle(self) -> None:
         """Note that this process has the state of its generation; allow deferred interruptions.
 
-        Raises:
-            PeerFailure: another rank is lost already.
+        Raises `PeerFailure` if another rank is lost already.
         """
         self._watch.update(RankState.settle)
         self._alarm.arm(is_deferred=True)

@@ -36,25 +36,6 @@ from lightning_ddp.launch.interface import (
     uses_nccl,
 )
 
-__all__ = [
-    "JOIN_VARIABLE",
-    "STORE_VARIABLE",
-    "TOKEN_VARIABLE",
-    "HostedStore",
-    "Rendezvous",
-    "check_meeting_place",
-    "existing_group",
-    "join_default_group",
-    "meet",
-    "meet_at_file",
-    "named_port",
-    "note_met",
-    "require_backend",
-    "run_store",
-    "running",
-    "tcp_address",
-]
-
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
 """Environment variable with the address of a launcher's store: `host:port/run`.
 
@@ -76,39 +57,31 @@ _MET_KEY = "lightning_ddp/has_met"
 _PROBE_S = 2.0
 
 
-class HostedStore:
-    """Store that listens in this process.
+def open_store(address: str, port: int | None, named_by: str = "MASTER_PORT") -> Any:
+    """Open a store that listens in this process; raise `RendezvousError` if it cannot.
 
     Args:
         address: name or address of this host that the others know.
         port: port to bind; None for any free one.
         named_by: where the user named the port, for the error.
     """
-
-    def __init__(self, address: str, port: int | None, named_by: str = "MASTER_PORT") -> None:
-        self.address = address
-        self.is_named = port is not None
-        name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
-        require_resolvable(address, name)
-        if not is_own_address(address):
-            raise RendezvousError(
-                f"{name}={address} (port {port}) is not an address of this host, which is node 0:"
-                f" {describe_route(address)}. Set {name} on all nodes to the address of the node with"
-                " NODE_RANK=0, and NODE_RANK to another number on the others."
-            )
-        try:
-            self.store: Any = dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-                raise RendezvousError(f"cannot open a store on {address}:{port}: {error}") from error
-            raise RendezvousError(
-                f"port {port} on {address}, named by {named_by}, is in use by another process. Use a free"
-                f" port, or unset {named_by} on a single node to let a free port be chosen."
-            ) from error
-
-    def close(self) -> None:
-        """Free the port, unless somebody else has the store."""
-        self.store = None
+    name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
+    require_resolvable(address, name)
+    if not is_own_address(address):
+        raise RendezvousError(
+            f"{name}={address} (port {port}) is not an address of this host, which is node 0:"
+            f" {describe_route(address)}. Set {name} on all nodes to the address of the node with"
+            " NODE_RANK=0, and NODE_RANK to another number on the others."
+        )
+    try:
+        return dist.TCPStore(address, port or 0, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise RendezvousError(f"cannot open a store on {address}:{port}: {error}") from error
+        raise RendezvousError(
+            f"port {port} on {address}, named by {named_by}, is in use by another process. Use a free"
+            f" port, or unset {named_by} on a single node to let a free port be chosen."
+        ) from error
 
 
 class Rendezvous:
@@ -120,6 +93,8 @@ class Rendezvous:
 
         Not in the environment of this process, which the user's script hands to other programs."""
         self._hosted: Any = None
+        self._is_named = False
+        """True if the user named the port of the hosted store."""
         self._num_runs = 0
 
     def host(
@@ -129,12 +104,12 @@ class Rendezvous:
         *,
         num_nodes: int,
         node_rank: int,
-        open_store: Callable[[str, int | None, str], Any] = HostedStore,
+        open_store: Callable[[str, int | None, str], Any] = open_store,
     ) -> dict[str, str]:
         """Open the store of this run on the first node; return torch's variables for it.
 
         Its address is that of `environment`, or of a `tcp://` URL. `open_store` opens it, here or in another
-        process, with the arguments of `HostedStore`.
+        process.
 
         Raises:
             ConfigurationError: several nodes, and no address or port that all of them know.
@@ -152,11 +127,11 @@ class Rendezvous:
             )
         self._num_runs += 1
         if node_rank == 0:
-            if self._hosted is None or not self._is_hosted(address, port):
+            if not self._is_hosted(address, port):
                 named_by = "MASTER_PORT" if named is None else "init_method"
-                self._hosted = open_store(address, port, named_by)
-            port = int(self._hosted.store.port)
-            self._hosted.store.set(_RUN_KEY, str(self._num_runs))
+                self._hosted, self._is_named = open_store(address, port, named_by), port is not None
+            port = int(self._hosted.port)
+            self._hosted.set(_RUN_KEY, str(self._num_runs))
         self.handed = {STORE_VARIABLE: f"{address}:{port}/{self._num_runs}"}
         if num_nodes == 1 and not os.environ.get(TOKEN_VARIABLE):
             self.handed[TOKEN_VARIABLE] = secrets.token_hex(16)
@@ -175,13 +150,13 @@ class Rendezvous:
 
     def _is_hosted(self, address: str, port: int | None) -> bool:
         hosted = self._hosted
-        return hosted is not None and hosted.address == address and hosted.store.port == port
+        return hosted is not None and (hosted.host, hosted.port) == (address, port)
 
     @property
     def hosted(self) -> Any:
         """Store of the present run that `host` opened."""
         assert self._hosted is not None  # only launchers ask, after they have opened it
-        return dist.PrefixStore(f"run{self._num_runs}", self._hosted.store)
+        return dist.PrefixStore(f"run{self._num_runs}", self._hosted)
 
     @property
     def where(self) -> str | None:
@@ -207,8 +182,7 @@ class Rendezvous:
         Then it stays open for the next run of this process, to which other nodes may come before this one.
         """
         self.handed = {}
-        if self._hosted is not None and not self._hosted.is_named:
-            self._hosted.close()
+        if not self._is_named:
             self._hosted = None
 
 
@@ -232,11 +206,10 @@ def _port_of(environment: ClusterEnvironment) -> int | None:
 def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     rank, world_size = environment.global_rank(), environment.world_size()
     require_resolvable(environment.main_address)
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, **options))
+        store = _meet_at("env://", rank, world_size, timeout)
     except RuntimeError as error:
         address = environment.main_address
         raise RendezvousError(
@@ -246,6 +219,12 @@ def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> A
         ) from error
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store_of_attempt(store, rank=rank, world_size=world_size)
+    return store
+
+
+def _meet_at(url: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store, _, _ = next(dist.rendezvous(url, rank, world_size, **options))
     return store
 
 
@@ -336,8 +315,7 @@ def _parts_of(where: str) -> tuple[str, int, str]:
 def check_meeting_place(init_method: str | None, store: Any | None, sent_by: str | None) -> None:
     """Raise `ConfigurationError` for options that cannot say where ranks meet.
 
-    Args:
-        sent_by: the start method, if it sends the strategy to the processes.
+    `sent_by` is the start method, if it sends the strategy to the processes.
     """
     if init_method is not None:
         _check_init_method(init_method)
@@ -399,9 +377,8 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
     address = tcp_address(init_method)
     if address is not None:
         require_resolvable(address[0], "init_method")
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))
+        return _meet_at(init_method, rank, world_size, timeout)
     except (RuntimeError, ValueError) as error:
         if "No rendezvous handler" in str(error):
             raise ConfigurationError(f"init_method={init_method!r}: {error}") from error
@@ -409,7 +386,6 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
             f"rank {rank} cannot connect to the other ranks at {init_method}: {error}. Check that the host"
             " is the first node's, that it is up, and that the port is free there."
         ) from error
-    return store
 
 
 def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | None) -> Any:

@@ -10,15 +10,9 @@ from typing import Any
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.last_words import exit_now
 
-__all__ = ["ScriptRun"]
-
 
 class ScriptRun:
-    """Supervises a script from here to its end.
-
-    Args:
-        control: supervision of this process.
-    """
+    """Supervises a script from here to its end."""
 
     def __init__(self, control: FailureHandler) -> None:
         self._control = control

@@ -19,8 +19,6 @@ from lightning_ddp.supervise.rank_state import Passage
 if TYPE_CHECKING:
     from lightning_ddp._lightning import Trainer
 
-__all__ = ["PREEMPTED", "StepStop"]
-
 
 PREEMPTED = 143
 """Exit code of a script that a signal stopped at a step boundary, as schedulers know it: 128 + SIGTERM."""
@@ -44,8 +42,9 @@ class StepStop:
         if self._context.control.watch is None or self._trainer is trainer:
             return
         self._trainer = trainer
+        # `StopSignals` has a handler of its own for SIGTERM, which Lightning calls next
         self._requeue = replace_signal_handlers(
-            trainer, on_sigterm=_leave_to_stop_signals, on_requeue=self._ask_to_stop
+            trainer, on_sigterm=lambda number, frame: None, on_requeue=self._ask_to_stop
         )
         # where the run continues without ranks, the loop is wrapped, and calls it also on a rank alone
         at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
@@ -85,7 +84,3 @@ class StepStop:
         watch = self._context.control.watch
         if watch is not None:
             watch.ask(Wish(WishKind.STOP, int(number), is_requeue=True))
-
-
-def _leave_to_stop_signals(number: int, frame: types.FrameType | None) -> None:
-    """Do nothing in place of Lightning's handler: `StopSignals` has its own, which Lightning calls next."""

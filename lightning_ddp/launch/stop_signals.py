@@ -17,8 +17,6 @@ from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish
 
-__all__ = ["StopSignals", "ended_by_signals", "second_interrupt_ends", "tell_long_wait"]
-
 LONG_S = 5.0
 _IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02
@@ -63,17 +61,10 @@ def ended_by_signals() -> Generator[None, None, None]:
 
 
 class StopSignals:
-    """Handler of SIGTERM and other signals; between two runs the script's own handler is used.
+    """Handler of SIGTERM and of `numbers`; between two runs the script's own handler is used.
 
     It only reports a wish; the main thread reads the answer of the control server where a step begins. Does
-    nothing outside of the main thread.
-
-    Args:
-        watch: this end of the control channel.
-        is_between: returns True between two runs.
-        is_ending: returns True if the process ends anyway.
-        request: returns the wish of a signal.
-        numbers: signals besides SIGTERM.
+    nothing outside of the main thread, or if the process ends anyway.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -24,8 +24,6 @@ import torch.distributed as dist
 from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.zygote import receive, send
 from lightning_ddp.supervise.failure_record import FailureRecord
-
-__all__ = ["RemoteStore", "SupervisorLink", "become_supervised", "supervisor_link", "was_passed_on"]
 
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "LD_", "PYTHON")
 """Variables that the interpreter, torch, OpenMP or the allocator had read when the supervisor began."""
@@ -37,24 +35,8 @@ _PUSHED = 0
 """Number of an answer that nobody asked for: the end of a child."""
 
 
-@dataclass(frozen=True)
-class RemoteStore:
-    """Store that the supervisor hosts, with the interface of `HostedStore`."""
-
-    address: str
-    is_named: bool
-    store: dist.TCPStore
-    close: Callable[[], Any]
-    """Frees its port."""
-
-
 class SupervisorLink:
-    """Requests of rank 0 to the supervisor.
-
-    Args:
-        connection: socket to the supervisor.
-        supervisor: its process id.
-    """
+    """Requests of rank 0 to the supervisor, as `JobHost` has them; errors are raised here."""
 
     def __init__(self, connection: socket.socket, supervisor: int) -> None:
         self.supervisor = supervisor
@@ -77,45 +59,32 @@ class SupervisorLink:
             _explain_start(changed)
         return not changed
 
-    def open_store(self, address: str, port: int | None, named_by: str) -> RemoteStore:
-        """Open a store in the supervisor; arguments and errors as of `HostedStore`."""
+    def open_store(self, address: str, port: int | None, named_by: str) -> dist.TCPStore:
         bound = self._ask("open_store", address, port, named_by)
-        store = dist.TCPStore(address, bound, is_master=False)
-        return RemoteStore(address, port is not None, store, functools.partial(self._ask, "close_store"))
+        return dist.TCPStore(address, bound, is_master=False)
 
     def open_server(self, address: str, **options: Any) -> int:
-        """Open a control server in the supervisor, in place of the previous one; return its port.
-
-        Args:
-            options: as of `ControlServer`.
-        """
         return int(self._ask("open_server", address, **options))
 
     def launch(self, launch: Launch) -> None:
-        """Start the other ranks of this node."""
         handed = launch.command.handed
         files = () if handed is None else (handed.fileno(),)
         self._ask("launch", replace(launch, command=replace(launch.command, handed=None)), files=files)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a process in the slot of a lost one, as of `LocalProcesses`."""
         self._ask("start_again", place, number)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill the process that had this rank in the beginning."""
         self._ask("kill_rank", rank)
 
     def kill(self) -> None:
-        """Kill the other ranks of this node."""
         self._ask("kill")
 
     def note_failure(self, record: FailureRecord) -> None:
-        """Tell the supervisor the first failure of the job, which it reports if it has no server."""
         with suppress(OSError):  # it was killed
             self._post("note_failure", (record,), {}, ())
 
     def finish(self) -> FailureRecord | None:
-        """Wait for the end of the other ranks of this node; return the first failure of the job."""
         failure: FailureRecord | None = self._ask("finish")
         return failure
 
@@ -179,12 +148,7 @@ _passed_on: mmap.mmap | None = None
 
 
 def become_supervised(link: SupervisorLink | None, passed_on: mmap.mmap) -> None:
-    """Note in a new rank what connects it to the supervisor.
-
-    Args:
-        link: in rank 0, where requests go.
-        passed_on: shared byte with the last signal that the supervisor passed on.
-    """
+    """Note in a new rank the link to the supervisor, in rank 0, and the last signal that it passed on."""
     global _link, _passed_on
     _link, _passed_on = link, passed_on
 

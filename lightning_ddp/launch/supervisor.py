@@ -26,7 +26,7 @@ from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
 from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.last_words import show_report
 from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
-from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, HostedStore
+from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
 from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
@@ -37,8 +37,6 @@ from lightning_ddp.supervise.protocol import Exited, Failed
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
-
-__all__ = ["JobHost", "Supervisor"]
 
 _PASSED_ON = {
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
@@ -62,11 +60,7 @@ class Supervisor:
         """The last signal that was passed on, for all ranks."""
 
     def run(self, program: Program) -> NoReturn:
-        """Run a program; end as its rank 0 does.
-
-        Raises:
-            SystemExit: in each rank, at its end.
-        """
+        """Run a program; end as its rank 0 does. In each rank, raise `SystemExit` at its end."""
         threads = [thread.name for thread in threading.enumerate()]
         assert len(threads) == 1, f"an import started a thread: {threads}"
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
@@ -157,21 +151,16 @@ def _answer(link: socket.socket, host: JobHost) -> None:
 
 
 class JobHost(LocalProcesses):
-    """Store, control server and other ranks of a node, at the request of its rank 0.
+    """Store, control server and other ranks of a node, at the request of its rank 0, which is `first`.
 
-    Methods that the file `supervised.py` names are called in the thread that serves rank 0.
-
-    Args:
-        zygote: forks the ranks.
-        first: rank 0 of this node.
-        link: socket to `first`.
+    Methods that `SupervisorLink` has as well are called in the thread that serves rank 0.
     """
 
     def __init__(self, zygote: Zygote, first: Fork, link: socket.socket) -> None:
         self._zygote, self._first, self._link = zygote, first, link
         self._link_lock = threading.Lock()
         self._failure: FailureRecord | None = None
-        self._store: HostedStore | None = None
+        self._store: Any = None
         self._server: ControlServer | None = None
         self._children = Children(self._ended, starter=self._start)
         self._has_lost_zygote = self._is_ending = False
@@ -184,13 +173,10 @@ class JobHost(LocalProcesses):
     # ------------------------------------------------------------------ requests of rank 0
 
     def open_store(self, address: str, port: int | None, named_by: str) -> int:
-        """Open the store; return its port."""
-        self._store = None
-        self._store = HostedStore(address, port, named_by)
-        return int(self._store.store.port)
-
-    def close_store(self) -> None:
-        self._store = None
+        """Open the store; return its port. Arguments and errors as of `rendezvous.open_store`."""
+        self._store = None  # an earlier job's
+        self._store = open_store(address, port, named_by)
+        return int(self._store.port)
 
     def open_server(self, address: str, settings: SupervisionSettings, **options: Any) -> int:
         """Open a control server in place of the previous one; return its port."""
@@ -203,11 +189,7 @@ class JobHost(LocalProcesses):
         return self._server.port
 
     def launch(self, launch: Launch, handed: int | None = None) -> None:
-        """Start the other ranks of this node.
-
-        Args:
-            handed: file descriptor of the job that Hydra composed.
-        """
+        """Start the other ranks; `handed` is a file descriptor of the job that Hydra composed."""
         if handed is not None:
             command = replace(launch.command, handed=os.fdopen(handed, "rb"))
             launch = replace(launch, command=command)
@@ -215,7 +197,6 @@ class JobHost(LocalProcesses):
         self._children.start_all()
 
     def kill_rank(self, rank: int) -> None:
-        """Kill the process that had this rank in the beginning."""
         self._children.kill_rank(rank)
 
     def kill(self) -> None:
@@ -237,13 +218,11 @@ class JobHost(LocalProcesses):
     # ------------------------------------------------------------------ in the thread of the server
 
     def kill_one(self, pid: int) -> None:
-        """Kill a rank, without which the others continue."""
         if pid == self._first.pid:
             self._first.send_signal(signal.SIGKILL)
         self._children.kill_one(pid)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a process in the slot of a lost one."""
         if place == self._children.first_rank:
             self._first.send_signal(signal.SIGKILL)
         self._children.start_again(place, number)
@@ -251,7 +230,7 @@ class JobHost(LocalProcesses):
     def failed(self, record: FailureRecord) -> None:
         """Continue stopped ranks, so that they hear of the failure; from now on the guard counts."""
         self._first.send_signal(signal.SIGCONT)
-        self._children.wake()
+        self._children.send_signal(signal.SIGCONT)
         if self._job is not None:
             is_gone = self._first.returncode is not None
             grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
@@ -260,7 +239,6 @@ class JobHost(LocalProcesses):
     # ------------------------------------------------------------------ ends
 
     def _start(self, command: ChildCommand, environment: Mapping[str, str], log: Path | None) -> Fork:
-        """Have a rank forked."""
         job = None if command.handed is None else command.handed.fileno()
         start = Start(
             program=replace(command.program, job=job),
@@ -305,11 +283,7 @@ class JobHost(LocalProcesses):
             self._children.kill()
 
     def end(self) -> int:
-        """Wait for the other ranks after the end of rank 0; report the failure that ended the job.
-
-        Returns:
-            Exit code, as of `subprocess`.
-        """
+        """Report the failure that ended the job, after the end of all ranks; return the exit code."""
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
         node_rank = self._children.node_rank

@@ -26,8 +26,6 @@ from typing import Any
 from lightning_ddp.launch.child_process import end_with, is_alive
 from lightning_ddp.launch.program import Program
 
-__all__ = ["Fork", "Start", "Zygote", "fork", "receive", "send", "serve"]
-
 _AWAITED = {signal.SIGCHLD, signal.SIGIO}
 _SIZE = struct.Struct("!I")
 _MOST_FILES = 16
@@ -70,25 +68,14 @@ class Start:
 
 
 class Zygote:
-    """The zygote, for its supervisor.
-
-    Args:
-        requests: socket to `serve`.
-    """
+    """The zygote, for its supervisor, with the socket to `serve`."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._lock = threading.Lock()
 
     def start(self, start: Start, files: Mapping[int, int]) -> Fork:
-        """Fork a rank.
-
-        Args:
-            files: file descriptors for it: number there -> number here.
-
-        Raises:
-            OSError: it could not be forked.
-        """
+        """Fork a rank with files, number there -> number here; raise `OSError` if it could not be forked."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
             send(self._requests, (start, list(files)), [theirs.fileno(), *files.values()])
@@ -99,16 +86,13 @@ class Zygote:
         return Fork(pid, ours)
 
     def close(self) -> None:
-        """Let it end."""
         self._requests.close()
 
 
 class Fork:
     """A fork of the zygote, with what a launcher needs of `subprocess.Popen`.
 
-    Args:
-        pid: its process id.
-        told: socket on which the zygote sends its exit code.
+    `told` is the socket on which the zygote sends its exit code.
     """
 
     def __init__(self, pid: int, told: socket.socket) -> None:
@@ -127,7 +111,6 @@ class Fork:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal unless it has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -146,16 +129,9 @@ def fork() -> int:
 
 
 def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, int]]:
-    """Fork ranks and report their ends until the supervisor ends. Return in a rank only.
+    """Fork ranks and report their ends until the supervisor ends. SIGCHLD and SIGIO must be blocked.
 
-    SIGCHLD and SIGIO must be blocked.
-
-    Args:
-        requests: socket to `Zygote`.
-        supervisor: its process id.
-
-    Returns:
-        The request, and file descriptors: number that the rank is to have -> present number.
+    Returns in a rank only: the request, and its files, number that the rank is to have -> present number.
     """
     end_with(supervisor)
     fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
@@ -173,7 +149,10 @@ def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, in
             if received is None:
                 os._exit(0)
             (start, numbers), (told, *files) = received
-            pid = _try_to_fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                pid = -(error.errno or 1)
             if pid == 0:
                 end_with(here)
                 requests.close()
@@ -188,14 +167,6 @@ def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, in
             else:
                 os.close(told)
         signal.sigwaitinfo(_AWAITED)
-
-
-def _try_to_fork() -> int:
-    """Fork; return the negative number of an error."""
-    try:
-        return os.fork()
-    except OSError as error:
-        return -(error.errno or 1)
 
 
 def _tell(descriptor: int, number: int) -> None:
