@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from simcuda import build
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_ddp import BucketedDDP
 from lightning_ddp.comm import Group, part_group, sub_group
 from lightning_ddp.comm.abort import abort_groups, destroy_groups, wait_for_aborts
 from lightning_ddp.comm.nccl import allocate
@@ -426,159 +424,74 @@ def test_case(observed, name):
         assert {report.place for report in found} == {_line(function)}
 
 
-# ---- ranks: what is found in each step, collectives, late and dying ranks
-
-
-def _train(rank, world_size, wrap, hook):
-    """Eight steps; a barrier at the end of each is the only wait of the host."""
-    torch.manual_seed(rank)
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("cuda")
-    model = wrap(net, device_ids=[rank % 2], bucket_cap_mb=0.0001)
-    if hook is not None:
-        model.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for _ in range(8):
-        optimizer.zero_grad()
-        model(torch.randn(4, 8, device="cuda")).square().mean().backward()
-        optimizer.step()
-        simcuda.end_step()
-    dist.barrier()
-    return list(net.parameters())
-
-
-@pytest.mark.parametrize("hook", [None, default_hooks.fp16_compress_hook])
-@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, BucketedDDP])
-def test_training_with_four_ranks_on_two_devices_is_clean(simulated_ranks, wrap, hook):
-    results = simulated_ranks.run(_train, 4, wrap, hook)
-    for result in results:
-        assert all(map(torch.equal, results[0].value, result.value))
-        assert result.found("race", "free") == []
-        assert result.found("sync", first_step=2) == []  # the second one plans the buckets
-        assert result.steps[2:] == [{}] * 6
-        assert result.reports[-1].text.startswith("barrier")
+# ---- ranks: collectives, late and dying ranks
 
 
 def _call_every_collective(rank, world_size):
-    """What each gave on this rank, in a group that is bound to the device, as splitting asks for."""
+    """What each gave on this rank, in a group that is bound to the device."""
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank % 2))
 
     def mine(count=1):
         return torch.arange(rank * 10.0, rank * 10 + count, device="cuda")
 
-    def rows(count):
-        return list(mine(count).split(1))
-
     def empty(count):
         return torch.empty(count, device="cuda")
 
-    def waited(work, result):
-        work.wait()
-        return result
+    def into(out, collective, *arguments):
+        collective(out, *arguments, async_op=True).wait()
+        return out
 
-    outcome = {}
-    factor = torch.full((1,), 0.5, device="cuda")
-    scale = dist._make_nccl_premul_sum
-    for name, op in {
-        "sum": dist.ReduceOp.SUM,
-        "avg": dist.ReduceOp.AVG,
-        "product": dist.ReduceOp.PRODUCT,
-        "min": dist.ReduceOp.MIN,
-        "max": dist.ReduceOp.MAX,
-        "halves": scale(0.5),
-        "halves by tensor": scale(factor),
-    }.items():
-        x = mine() + 1
-        dist.all_reduce(x, op)
-        outcome[name] = x
-    for name, asynchronous in (("all_reduce", True), ("blocking all_reduce", False)):
-        x = mine(2)
-        work = dist.all_reduce(x, async_op=asynchronous)
-        outcome[name] = waited(work, x) if asynchronous else x
-    outcome["broadcast"] = waited(dist.broadcast(x := mine(), 1, async_op=True), x)
-    outcome["reduce"] = waited(dist.reduce(x := mine(), 2, async_op=True), x)
-    outcome["all_gather"] = waited(dist.all_gather(x := list(empty(3).split(1)), mine(), async_op=True), x)
-    x = empty(3)
-    outcome["all_gather_into_tensor"] = waited(dist.all_gather_into_tensor(x, mine(), async_op=True), x)
-    x = list(empty(3).split(1)) if rank == 0 else None
-    dist.gather(mine(), x)
-    outcome["gather"] = x
-    x = empty(1)
-    dist.scatter(x, rows(3) if rank == 1 else None, src=1)
-    outcome["scatter"] = x
-    outcome["reduce_scatter"] = waited(dist.reduce_scatter(x := empty(1), rows(3), async_op=True), x)
-    x = empty(1)
-    outcome["reduce_scatter_tensor"] = waited(dist.reduce_scatter_tensor(x, mine(3), async_op=True), x)
-    x = empty(3)
-    outcome["all_to_all_single"] = waited(dist.all_to_all_single(x, mine(3), async_op=True), x)
-    sent = [rank, 0, 1]  # rows for each
-    x = empty([rank * (rank == 0), 0, 0][0] + {0: 0 + 1 + 2, 1: 0, 2: 3}[rank])
-    received = {0: [0, 1, 2], 1: [0, 0, 0], 2: [1, 1, 1]}[rank]
-    outcome["uneven all_to_all_single"] = waited(
-        dist.all_to_all_single(x, mine(sum(sent)), received, sent, async_op=True), x
-    )
-    outcome["all_to_all"] = waited(dist.all_to_all(x := list(empty(3).split(1)), rows(3), async_op=True), x)
-    x = empty(1)
-    outcome["send and recv"] = x
+    def sent_and_received(out):
+        operations = [
+            dist.P2POp(dist.isend, mine(), (rank + 1) % 3),
+            dist.P2POp(dist.irecv, out, (rank - 1) % 3),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return out
+
+    outcome = {
+        name: into(mine() + 1, dist.all_reduce, getattr(dist.ReduceOp, name))
+        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+    }
+    dist.all_reduce(x := mine(2))
+    sent, received = [rank, 0, 1], [[0, 1, 2], [0, 0, 0], [1, 1, 1]][rank]  # rows for each, of each
+    outcome |= {
+        "blocking": x,
+        "broadcast": into(mine(), dist.broadcast, 1),
+        "all_gather": into(list(empty(3).split(1)), dist.all_gather, mine()),
+        "all_gather_into_tensor": into(empty(3), dist.all_gather_into_tensor, mine()),
+        "all_to_all": into(empty(3), dist.all_to_all_single, mine(3)),
+        "uneven": into(empty(sum(received)), dist.all_to_all_single, mine(sum(sent)), received, sent),
+        "batch": sent_and_received(empty(1)),
+    }
     if rank == 0:
         dist.send(mine() + 5, 1)
-        x.zero_()
     elif rank == 1:
-        dist.recv(x, 0)
-    else:
-        x.zero_()
-    operations = [
-        dist.P2POp(dist.isend, mine(), (rank + 1) % 3),
-        dist.P2POp(dist.irecv, x := empty(1), (rank - 1) % 3),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    outcome["batch_isend_irecv"] = x
-    tensors = [mine(), mine(2)]
-    with dist._coalescing_manager(device=tensors[0].device, async_ops=True) as together:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    together.wait()
-    outcome["coalesced"] = tensors
+        dist.recv(x := empty(1), 0)
+        outcome["recv"] = x
     objects = [None] * 3
     dist.all_gather_object(objects, {"rank": rank})
-    outcome["objects"] = objects
-    for kind, group in (
-        ("new_group", dist.new_group([0, 2])),
-        ("split_group", dist.split_group(None, [[0, 2]])),
-    ):
-        if rank != 1:
-            dist.all_reduce(x := mine(), group=group)
-            outcome[kind] = x
-    return outcome
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        outcome["new_group"] = into(mine(), dist.all_reduce, dist.ReduceOp.SUM, group)
+    return {name: [float(v) for v in value] for name, value in outcome.items()} | {"objects": objects}
 
 
 def test_every_collective_with_three_ranks(simulated_ranks):
-    zero, one, two = (
-        result.value for result in simulated_ranks.run(_call_every_collective, 3, process_group=False)
-    )
-    numbers = lambda value: [float(v) for v in value]  # noqa: E731 (tensors and lists of tensors)
     expected = {
-        "sum": [33], "avg": [11], "product": [231], "min": [1], "max": [21], "halves": [16.5],
-        "halves by tensor": [16.5], "all_reduce": [30, 33], "blocking all_reduce": [30, 33],
+        "SUM": [33], "AVG": [11], "PRODUCT": [231], "MIN": [1], "MAX": [21], "blocking": [30, 33],
         "broadcast": [10], "all_gather": [0, 10, 20], "all_gather_into_tensor": [0, 10, 20],
+        "objects": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
     }  # fmt: skip
-    for name, values in expected.items():
-        for outcome in (zero, one, two):
-            assert numbers(outcome[name]) == values, name
-    of_each = {
-        "reduce": ([0], [10], [30]), "scatter": ([10], [11], [12]), "send and recv": ([0], [5], [0]),
-        "reduce_scatter": ([30], [33], [36]), "reduce_scatter_tensor": ([30], [33], [36]),
-        "all_to_all_single": ([0, 10, 20], [1, 11, 21], [2, 12, 22]),
-        "all_to_all": ([0, 10, 20], [1, 11, 21], [2, 12, 22]),
-        "uneven all_to_all_single": ([10, 20, 21], [], [0, 11, 22]), "batch_isend_irecv": ([20], [0], [10]),
-    }  # fmt: skip
-    for name, values in of_each.items():
-        assert tuple(numbers(outcome[name]) for outcome in (zero, one, two)) == values, name
-    assert numbers(zero["gather"]) == [0, 10, 20]
-    assert [numbers(tensor) for tensor in one["coalesced"]] == [[30], [30, 33]]
-    assert two["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-    assert numbers(zero["new_group"]) == numbers(two["new_group"]) == [20]
-    assert numbers(zero["split_group"]) == numbers(two["split_group"]) == [20]
+    of_each = (
+        {"all_to_all": [0, 10, 20], "uneven": [10, 20, 21], "batch": [20], "new_group": [20]},
+        {"all_to_all": [1, 11, 21], "uneven": [], "batch": [0], "recv": [5]},
+        {"all_to_all": [2, 12, 22], "uneven": [0, 11, 22], "batch": [10], "new_group": [20]},
+    )
+    ranks = simulated_ranks.run(_call_every_collective, 3, process_group=False)
+    for rank, own in zip(ranks, of_each, strict=True):
+        assert rank.value == expected | own
 
 
 def _be_late(rank, world_size):
@@ -826,30 +739,30 @@ def test_sync_batch_norm_is_batch_norm_of_all_rows(simulated_ranks):
 
 
 def _scale(rank, world_size):
-    """Three steps of mixed precision, the second one with an overflow: scales, whether the weights moved."""
+    """Three steps of mixed precision, the second overflows: scales, whether weights moved, reports."""
     net = nn.Linear(4, 4).to("cuda")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
-    scales, moved = [], []
+    scales, moved, waits = [], [], []
     for factor in (1.0, float("inf"), 1.0):
-        before = net.weight.detach().clone()
+        before, start = net.weight.detach().clone(), len(simcuda.report)
         with torch.autocast("cuda"):
             loss = net(torch.ones(2, 4, device="cuda")).float().sum() * factor
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        simcuda.end_step()
+        waits.append([report.kind for report in simcuda.report[start:]])
         with simcuda.unchecked():
             scales.append(scaler.get_scale())
             moved.append(not torch.equal(before, net.weight))
-    return scales, moved
+    return scales, moved, waits[1:]
 
 
 def test_scaler_skips_the_step_that_overflows(simulated_ranks):
     (only,) = simulated_ranks.run(_scale, 1)
-    assert only.value == ([8.0, 4.0, 4.0], [True, False, True])
-    assert only.steps[1:] == [{"sync": 1}] * 2  # the scaler asks whether there was an overflow
+    # in each step the scaler asks whether there was an overflow
+    assert only.value == ([8.0, 4.0, 4.0], [True, False, True], [["sync"]] * 2)
 
 
 # ---- what torch.cuda says of the devices

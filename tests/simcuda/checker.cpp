@@ -46,7 +46,6 @@ struct State {
   Clock host;  // what the host knows to have ended; all of its threads share what they know
   std::vector<PendingEntry> pending;
   std::array<Memory, kDevices> memory{};
-  Counts counts{};
   bool is_enabled = true;
   Callback callback = nullptr;
 };
@@ -118,7 +117,6 @@ void log_use(Stream stream, const Use& use, const std::string& operation, Findin
            << " is not ordered after " << (access.writes ? "write" : "read") << " by " << access.operation << " on "
            << name(access.stream) << " (" << use.bytes << " bytes)";
       findings.add("race", text.str());
-      ++state().counts.races;
     }
     // What the new access stands for from now on: all that comes after it comes after the old one as well.
     const bool is_covered = begin <= access.begin && access.end <= end;
@@ -197,7 +195,6 @@ void run(Stream stream, const std::string& operation, const std::vector<Use>& us
   Findings findings;
   Lock lock(state().mutex);
   if (!state().is_enabled) return;
-  ++state().counts.operations;
   current(stream).advance(stream);
   for (const Use& use : uses) log_use(stream, use, operation, findings);
 }
@@ -220,10 +217,7 @@ void synchronize(const Clock& clock, const std::string& why) {
   {
     Lock lock(state().mutex);
     unfinished = pending_before(clock);
-    if (state().is_enabled) {
-      findings.add("sync", why);
-      ++state().counts.syncs;
-    }
+    if (state().is_enabled) findings.add("sync", why);
   }
   if (!unfinished.empty()) finish(unfinished);
   learn(clock);
@@ -290,7 +284,6 @@ void freed(void* address) {
           "free", std::to_string(block.bytes) + " bytes of " + name(block.stream) + " are freed while " +
                       name(access.stream) + " may still " + (access.writes ? "write" : "read") + " them (" +
                       access.operation + ")");
-      ++state().counts.frees;
     }
   }
   state().blocks.erase(found);
@@ -359,11 +352,6 @@ void set_enabled(bool enabled) {
   state().is_enabled = enabled;
 }
 
-Counts counts() {
-  Lock lock(state().mutex);
-  return state().counts;
-}
-
 }  // namespace simcuda
 
 // ---- for Python, through ctypes
@@ -372,14 +360,6 @@ extern "C" {
 
 void simcuda_set_callback(simcuda::Callback callback) { simcuda::set_callback(callback); }
 void simcuda_set_enabled(int enabled) { simcuda::set_enabled(enabled != 0); }
-
-void simcuda_counts(uint64_t* out) {
-  const auto counts = simcuda::counts();
-  out[0] = counts.operations;
-  out[1] = counts.syncs;
-  out[2] = counts.races;
-  out[3] = counts.frees;
-}
 
 void simcuda_memory(int device, uint64_t* out) {
   const auto memory = simcuda::memory_of(device);

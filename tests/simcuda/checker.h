@@ -105,9 +105,4 @@ void set_callback(Callback callback);
 // Nothing is checked or reported while it is off; streams and events are followed all the same.
 void set_enabled(bool enabled);
 
-struct Counts {
-  uint64_t operations, syncs, races, frees;
-};
-Counts counts();
-
 }  // namespace simcuda

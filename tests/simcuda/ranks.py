@@ -7,12 +7,11 @@ and forks the ranks. The fixture `simulated_ranks` is that server:
     def _train(rank, world_size, option):  # in a test module, as for `harness.run_ranks`
         net = Net().to("cuda")             # the current device is cuda:{rank}, the default group is NCCL's
         ...
-        simcuda.end_step()                 # what the checker finds is counted for each step
         return loss, net.state_dict()      # whatever can be pickled; tensors arrive on the CPU
 
     def test_it(simulated_ranks):
         first, second = simulated_ranks.run(_train, 2, "value of option")
-        assert first.steps[-1] == {} and not first.found("race", "free")
+        assert first.reports == []
 
 A test's module is imported in pytest as well as in the server, so it must not touch a device when imported.
 """
@@ -25,7 +24,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,14 +47,7 @@ class SimulatedRank:
 
     value: Any
     reports: list[simcuda.Report]
-    """All that was found, in order; `Report.step` says in which step."""
-    steps: list[Counter[str]]
-    """How many reports of each kind were found in each step that `simcuda.end_step` ended."""
-
-    def found(self, *kinds: str, first_step: int = 0) -> list[str]:
-        """One line for each place and text, of what was found in the steps from `first_step` on."""
-        ended = [report for report in self.reports if first_step <= report.step < len(self.steps)]
-        return simcuda.summary(kinds or simcuda.KINDS, ended)
+    """All that was found, in order."""
 
 
 class SimulatedRanks:
@@ -243,11 +234,9 @@ def _run_rank(
     else:
         os.environ.update(_torchrun_environment(rank, world_size, order.port))
     value = fn(rank, world_size, *args)
-    found, steps = list(simcuda.report), simcuda.steps()
+    found = list(simcuda.report)
     return SimulatedRank(
-        value=tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value),
-        reports=found,
-        steps=steps,
+        value=tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value), reports=found
     )
 
 
