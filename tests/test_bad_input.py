@@ -199,36 +199,28 @@ def test_a_hook_that_recovers_reduces_the_next_step() -> None:
 # ---------------------------------------------------------------- models and arguments that differ
 
 
-def with_another_shape(rank: int, odd: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7 if rank == odd else 5))
+def frozen_weight(odd: bool) -> nn.Module:
+    layer = nn.Linear(4, 5)
+    layer.weight.requires_grad_(not odd)
+    return layer
 
 
-def with_another_dtype(rank: int, odd: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, dtype=torch.float64 if rank == odd else None))
-
-
-def with_another_stride(rank: int, odd: int) -> nn.Module:
-    conv = nn.Conv2d(3, 4, 5)
-    return nn.Sequential(conv.to(memory_format=torch.channels_last) if rank == odd else conv)
-
-
-def with_another_layer(rank: int, odd: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), *([nn.Linear(4, 5)] if rank == odd else []))
-
-
-def with_another_frozen(rank: int, odd: int) -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-    module[1].weight.requires_grad_(rank != odd)
-    return module
-
-
-DIFFERENT_MODELS = [
-    (with_another_shape, ["has '1.weight'", "[5, 4]", "[7, 4]"]),
-    (with_another_dtype, ["has '1.weight'", "float32", "float64"]),
-    (with_another_stride, ["has '0.weight'", "[75, 25, 5, 1]", "[75, 1, 15, 3]"]),
-    (with_another_layer, ["1.weight", "1.bias", " 2 ", " 4"]),
-    (with_another_frozen, ["1.weight", " 4 ", " 3"]),
-]
+DIFFERENT_LAYERS = {
+    "shape": (lambda odd: nn.Linear(4, 7 if odd else 5), ["has '1.weight'", "[5, 4]", "[7, 4]"]),
+    "dtype": (
+        lambda odd: nn.Linear(4, 5, dtype=torch.float64 if odd else None),
+        ["has '1.weight'", "float32", "float64"],
+    ),
+    "stride": (
+        lambda odd: nn.Conv2d(3, 4, 5).to(
+            memory_format=torch.channels_last if odd else torch.contiguous_format
+        ),
+        ["has '1.weight'", "[75, 25, 5, 1]", "[75, 1, 15, 3]"],
+    ),
+    "layer": (lambda odd: nn.Linear(4, 5) if odd else nn.Identity(), ["1.weight", "1.bias", " 2 ", " 4"]),
+    "frozen": (frozen_weight, ["1.weight", " 4 ", " 3"]),
+}
+"""Makes the second layer, of the rank that has another one or of the others; what the error says."""
 DIFFERENT_OPTIONS = [
     ("static_graph", (False, True)),
     ("find_unused_parameters", (False, True)),
@@ -255,11 +247,14 @@ def named_on_every_rank(make: Callable[[int, Any], BucketedDDP], parts: list[str
 
 
 @pytest.mark.parametrize("odd", [1, 2])
-@pytest.mark.parametrize(("make_module", "parts"), DIFFERENT_MODELS)
-def test_different_models_are_an_error_on_every_rank(make_module, parts, odd) -> None:
-    named_on_every_rank(
-        lambda rank, group: BucketedDDP(make_module(rank, odd), process_group=group), parts, odd
-    )
+@pytest.mark.parametrize("what", DIFFERENT_LAYERS)
+def test_different_models_are_an_error_on_every_rank(what, odd) -> None:
+    second, parts = DIFFERENT_LAYERS[what]
+
+    def make(rank: int, group: Any) -> BucketedDDP:
+        return BucketedDDP(nn.Sequential(nn.Linear(3, 4), second(rank == odd)), process_group=group)
+
+    named_on_every_rank(make, parts, odd)
 
 
 @pytest.mark.parametrize("odd", [0, 2])
