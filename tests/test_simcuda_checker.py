@@ -55,64 +55,51 @@ def _all_reduce(tensor):
     return dist.all_reduce(tensor, async_op=True)
 
 
-# ---- races
+# ---- races; `x` was written on the default stream
 
 
 @_case("race", "read by aten::sum on sN is not ordered after write by aten::fill_ on cuda:0/s0")
-def read_what_another_stream_writes():
-    x, side = _ones(), torch.cuda.Stream()
-    with torch.cuda.stream(side):
+def read_what_another_stream_writes(x):
+    with torch.cuda.stream(torch.cuda.Stream()):
         x.sum()  # here
-    torch.cuda.current_stream().wait_stream(side)
 
 
 @_case("race", "write by aten::fill_ on cuda:0/s0 is not ordered after read by aten::sum on sN")
-def write_what_another_stream_reads():
-    x = _ones()
-    side = _side()
-    with torch.cuda.stream(side):
+def write_what_another_stream_reads(x):
+    with torch.cuda.stream(_side()):
         x.sum()
     x.fill_(2)  # here
-    torch.cuda.current_stream().wait_stream(side)
 
 
 @_case("race", "write by aten::fill_ on sN is not ordered after write by aten::fill_ on cuda:0/s0")
-def write_what_another_stream_writes():
-    x, side = _ones(), torch.cuda.Stream()
-    with torch.cuda.stream(side):
+def write_what_another_stream_writes(x):
+    with torch.cuda.stream(torch.cuda.Stream()):
         x.fill_(2)  # here
-    torch.cuda.current_stream().wait_stream(side)
 
 
 @_case("race", "write by aten::fill_ on cuda:0/s0 is not ordered after read by nccl:all_reduce on sN")
-def write_what_is_being_reduced():
-    x = _ones()
+def write_what_is_being_reduced(x):
     work = _all_reduce(x)
     x.fill_(2)  # here
     work.wait()
 
 
 @_case("race", "read by aten::sum on cuda:0/s0 is not ordered after write by nccl:all_reduce on sN")
-def read_a_result_without_wait():
-    x = _ones()
+def read_a_result_without_wait(x):
     work = _all_reduce(x)
     x.sum()  # here
     work.wait()
 
 
 @_case("race", "read by nccl:all_reduce on sN is not ordered after write by aten::fill_ on sN")
-def reduce_what_another_stream_writes():
-    x = _ones()
-    side = _side()
-    with torch.cuda.stream(side):
+def reduce_what_another_stream_writes(x):
+    with torch.cuda.stream(_side()):
         x.fill_(2)
     dist.all_reduce(x, async_op=True).wait()  # here
-    torch.cuda.current_stream().wait_stream(side)
 
 
 @_case("race", "read by aten::sum on cuda:0/s0 is not ordered after write by nccl:all_reduce on sN")
-def wait_on_the_wrong_stream():
-    x = _ones()
+def wait_on_the_wrong_stream(x):
     work = _all_reduce(x)
     with torch.cuda.stream(torch.cuda.Stream()):
         work.wait()
@@ -121,47 +108,39 @@ def wait_on_the_wrong_stream():
 
 
 @_case("race", "read by aten::sum on sN is not ordered after write by aten::native_batch_norm on cuda:0/s0")
-def read_statistics_that_another_stream_moves():
-    mean, variance, side = _ones(), _ones(), _side()
-    nn.functional.batch_norm(_ones().expand(2, 64), mean, variance, training=True)
+def read_statistics_that_another_stream_moves(x):
+    variance, side = _ones(), _side()
+    nn.functional.batch_norm(_ones().expand(2, 64), x, variance, training=True)
     with torch.cuda.stream(side):
-        mean.sum()  # here
-    torch.cuda.current_stream().wait_stream(side)
+        x.sum()  # here
 
 
 @_case()
-def read_statistics_that_another_stream_uses():
-    mean, variance, x = _ones(), _ones(), _ones().expand(2, 64)
+def read_statistics_that_another_stream_uses(x):
+    variance, rows = _ones(), _ones().expand(2, 64)
     side = _side()
-    nn.functional.batch_norm(x, mean, variance)
-    with torch.cuda.stream(side):
-        mean.sum()
-    torch.cuda.current_stream().wait_stream(side)
-
-
-@_case()
-def parts_of_one_tensor_on_two_streams():
-    x = _ones()
-    side = _side()
-    with torch.cuda.stream(side):
-        x[:32].fill_(2)
-    x[32:].fill_(3)
-    torch.cuda.current_stream().wait_stream(side)
-
-
-@_case()
-def read_on_two_streams():
-    x = _ones()
-    side = _side()
+    nn.functional.batch_norm(rows, x, variance)
     with torch.cuda.stream(side):
         x.sum()
-    x.sum()
-    torch.cuda.current_stream().wait_stream(side)
 
 
 @_case()
-def order_by_event():
-    x, side = _ones(), torch.cuda.Stream()
+def parts_of_one_tensor_on_two_streams(x):
+    with torch.cuda.stream(_side()):
+        x[:32].fill_(2)
+    x[32:].fill_(3)
+
+
+@_case()
+def read_on_two_streams(x):
+    with torch.cuda.stream(_side()):
+        x.sum()
+    x.sum()
+
+
+@_case()
+def order_by_event(x):
+    side = torch.cuda.Stream()
     event = torch.cuda.Event()
     event.record()
     side.wait_event(event)
@@ -173,23 +152,20 @@ def order_by_event():
 
 
 @_case()
-def order_by_wait_of_a_work():
-    x = _ones()
+def order_by_wait_of_a_work(x):
     _all_reduce(x).wait()
     x.fill_(2)
 
 
 @_case()
-def order_by_future():
-    x = _ones()
+def order_by_future(x):
     future = _all_reduce(x).get_future().then(lambda done: done.value()[0].mul_(2))
     future.wait()
     x.fill_(2)
 
 
 @_case()
-def order_by_copy_to_another_device():
-    x = _ones()
+def order_by_copy_to_another_device(x):
     there = x.to("cuda:1")
     x.fill_(2)
     with torch.cuda.device(1):
@@ -197,8 +173,8 @@ def order_by_copy_to_another_device():
 
 
 @_case()
-def order_within_autograd():
-    x = _ones().requires_grad_()
+def order_within_autograd(x):
+    x.requires_grad_()
     side = _side()
     with torch.cuda.stream(side):
         y = x * 2
@@ -391,11 +367,11 @@ def _observe(rank, world_size):
     """What is reported in each case."""
     observed = {}
     for name, (function, _, _) in _CASES.items():
-        arguments = [_ones()] if function.__name__ == "<lambda>" else []
         torch.cuda.synchronize()
+        x = _ones()  # outlives the case
         before = len(simcuda.report)
         try:
-            function(*arguments)
+            function(*[x][: function.__code__.co_argcount])
             observed[name] = simcuda.report[before:]
         except Exception:  # noqa: BLE001 (told by the test of that case)
             observed[name] = traceback.format_exc()
