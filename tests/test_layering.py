@@ -160,26 +160,6 @@ def test_modules_within_a_room_do_not_import_in_a_circle() -> None:
     assert len(done) == len(graph)
 
 
-def test_public_names_are_the_ones_promised() -> None:
-    assert set(lightning_ddp.__all__) == {
-        "BucketedDDP",
-        "CustomDDPPlugin",
-        "CustomDDPStrategy",
-        "CustomFabricStrategy",
-        "DataParallel",
-        "PeerFailure",
-        "Trainer",
-        "available_variants",
-        "data_parallel",
-        "gather",
-        "parallel_apply",
-        "register_variant",
-        "replicate",
-        "scatter",
-    }
-    assert lightning_ddp.CustomDDPPlugin is lightning_ddp.CustomDDPStrategy
-
-
 ARCHITECTURE = (PACKAGE.parent / ".github" / "ARCHITECTURE.md").read_text()
 ROOMS = sorted(folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
 TRIPS = {  # how many files somebody has to open who follows one
