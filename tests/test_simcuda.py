@@ -323,7 +323,7 @@ class Comparison:
     """What one rank found in a scenario."""
 
     ours: dict[str, Counter[str]]
-    """Of our class: kind -> text and place -> how often; `sync` in steady steps alone."""
+    """Of our class, as `simcuda.counted` has it."""
     torch: dict[str, Counter[str]]
     """Of torch's class, where that is the reference."""
     differing: list[str]
@@ -339,18 +339,8 @@ def compare(rank: int, world_size: int, name: str) -> Comparison:
     for name in reference.values.keys() & ours.values.keys():
         if not torch.allclose(reference.values[name], ours.values[name], rtol=0, atol=0, equal_nan=True):
             differing.append(name)
-    return Comparison(ours=_found(ours), torch=_found(reference), differing=differing)
-
-
-def _found(run: Run) -> dict[str, Counter[str]]:
-    return {
-        kind: Counter(
-            f"{report.text} at {report.place}, in {report.file}"
-            for report in (run.steady if kind == "sync" else run.reports)
-            if report.kind == kind
-        )
-        for kind in simcuda.KINDS
-    }
+    found = [simcuda.counted(run.reports, run.steady) for run in (ours, reference)]
+    return Comparison(ours=found[0], torch=found[1], differing=differing)
 
 
 # ---------------------------------------------------------------- the promises

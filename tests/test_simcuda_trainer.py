@@ -146,17 +146,8 @@ class Checker(Callback):
         self.end_of_batch = len(simcuda.report)
 
     def found(self) -> dict[str, Counter[str]]:
-        """Kind -> text and place -> how often: `sync` of the last batches, the others of the whole fit."""
-        reports = simcuda.report[self.start :]
         steady = [report for batch in self.batches[-NUM_STEADY:] for report in batch]
-        return {
-            kind: Counter(
-                f"{report.text} at {report.place}, in {report.file}"
-                for report in (steady if kind == "sync" else reports)
-                if report.kind == kind
-            )
-            for kind in simcuda.KINDS
-        }
+        return simcuda.counted(simcuda.report[self.start :], steady)
 
 
 def loader(num_batches: int, shuffle: bool) -> DataLoader[Any]:

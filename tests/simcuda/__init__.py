@@ -123,6 +123,18 @@ def summary(kinds: Sequence[str] = KINDS, reports: Iterable[Report] | None = Non
     return [f"{n:4d} x {kind}: {text}  at {place}" for (kind, text, place), n in seen.items()]
 
 
+def counted(whole: Sequence[Report], steady: Sequence[Report]) -> dict[str, collections.Counter[str]]:
+    """Kind -> text and place -> how often: `sync` in the steady steps alone, the others in the whole run."""
+    return {
+        kind: collections.Counter(
+            f"{found.text} at {found.place}, in {found.file}"
+            for found in (steady if kind == "sync" else whole)
+            if found.kind == kind
+        )
+        for kind in KINDS
+    }
+
+
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """For a test that looks at the devices itself: nothing is reported, and nothing counts as a wait."""
