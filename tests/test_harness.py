@@ -309,32 +309,6 @@ def test_a_fork_ends_as_a_fresh_interpreter_does(end, code, tmp_path):
     assert forked.returncode == code
 
 
-SPAWNING = """
-import multiprocessing, os, sys
-
-def answer(number, queue):
-    queue.put((number, __name__, os.getppid(), "torch" in sys.modules))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    processes = [context.Process(target=answer, args=(number, queue)) for number in range(2)]
-    for process in processes:
-        process.start()
-    answers = sorted(queue.get() for _ in processes)
-    for process in processes:
-        process.join()
-    is_imported = answers[0][3]
-    assert answers == [(number, "__mp_main__", os.getpid(), is_imported) for number in range(2)], answers
-    print([process.exitcode for process in processes], is_imported)
-"""
-
-
-def test_what_multiprocessing_spawns_is_forked_as_well():
-    assert run_script(SPAWNING, fresh=True).check().stdout == "[0, 0] False\n"
-    assert run_script(SPAWNING).check().stdout == "[0, 0] True\n"
-
-
 def test_lightning_knows_the_rank_of_a_fork():
     source = "import pytorch_lightning as pl, torchmetrics.utilities.prints as t\n"
     source += "print(pl.utilities.rank_zero_only.rank, t.rank_zero_only.rank)"
