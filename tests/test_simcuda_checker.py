@@ -705,7 +705,7 @@ def _describe(rank, world_size):
     state = torch.cuda.get_rng_state()
     first = torch.randn(3, device="cuda")
     torch.cuda.set_rng_state(state)
-    assert (grown, freed, torch.cuda.max_memory_allocated() >= 4096) == (4096, 4096, True)
+    assert (grown, freed) == (4096, 4096)
     assert start.elapsed_time(end) > 0
     assert torch.equal(first, torch.randn(3, device="cuda"))
     assert (torch.cuda.get_device_name(), torch.cuda.is_bf16_supported()) == ("simulated", True)
