@@ -662,33 +662,6 @@ def test_sync_batch_norm_is_batch_norm_of_all_rows(simulated_ranks):
         torch.testing.assert_close(of_zero, expected)
 
 
-def _scale(rank, world_size):
-    """Three steps of mixed precision, the second overflows: scales, whether weights moved, reports."""
-    net = nn.Linear(4, 4).to("cuda")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
-    scales, moved, waits = [], [], []
-    for factor in (1.0, float("inf"), 1.0):
-        before, start = net.weight.detach().clone(), len(simcuda.report)
-        with torch.autocast("cuda"):
-            loss = net(torch.ones(2, 4, device="cuda")).float().sum() * factor
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        waits.append([report.kind for report in simcuda.report[start:]])
-        with simcuda.unchecked():
-            scales.append(scaler.get_scale())
-            moved.append(not torch.equal(before, net.weight))
-    return scales, moved, waits[1:]
-
-
-def test_scaler_skips_the_step_that_overflows(simulated_ranks):
-    (only,) = simulated_ranks.run(_scale, 1)
-    # in each step the scaler asks whether there was an overflow
-    assert only.value == ([8.0, 4.0, 4.0], [True, False, True], [["sync"]] * 2)
-
-
 # ---- what torch.cuda says of the devices
 
 
