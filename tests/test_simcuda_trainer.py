@@ -310,13 +310,7 @@ def run_user(devices: Path, folder: Path, **more: Any) -> ScriptResult:
 
 
 @pytest.mark.parametrize(
-    ("fault", "victim", "moment"),
-    [
-        ("exception", 1, "forward"),
-        ("exception", 0, "backward"),
-        ("kill", 1, "backward"),
-        ("kill", 0, "forward"),
-    ],
+    ("fault", "victim", "moment"), [("exception", 0, "backward"), ("kill", 1, "backward")]
 )
 def test_a_rank_that_dies_is_named_and_nothing_hangs(simulated_cuda, tmp_path, fault, victim, moment):
     result = run_user(simulated_cuda, tmp_path, fault=fault, rank=victim, moment=moment)
@@ -327,12 +321,8 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(simulated_cuda, tmp_path, f
     check_cause(seen, fault, victim, moment, is_launcher=victim == 0)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [None, {"name": "powersgd", "start_step": 2, "rank": 1, "min_compression": 1}],
-    ids=["late", "with a hook that waits on the host"],
-)
-def test_a_rank_that_is_late_is_named_when_the_deadline_passes(simulated_cuda, tmp_path, hook):
+def test_a_rank_that_is_late_is_named_though_a_hook_waits_on_the_host(simulated_cuda, tmp_path):
+    hook = {"name": "powersgd", "start_step": 2, "rank": 1, "min_compression": 1}
     strategy = {"timeout": 3.0, "failure_grace_s": 20.0, "ddp_comm_hook": hook}
     result = run_user(simulated_cuda, tmp_path, strategy=strategy, fault="hang", rank=1)
     assert result.returncode == 1, result.stderr
