@@ -279,10 +279,8 @@ class WorkNCCL final : public c10d::Work {
   }
   bool wait(Milliseconds timeout) override {
     synchronize();
-    const bool is_blocking = timeout != kNoTimeout || blocks_host;
-    if (is_blocking) {
-      const auto limit = timeout != kNoTimeout ? timeout : timeout_;
-      const auto deadline = SteadyClock::now() + limit;
+    if (timeout != kNoTimeout) {
+      const auto deadline = SteadyClock::now() + timeout;
       while (!isCompleted()) {
         if (SteadyClock::now() >= deadline) {
           channel->fail(make_error(is_second ? "NCCL operation timed out" : describe() + " timed out in blocking wait."));
@@ -328,7 +326,7 @@ class WorkNCCL final : public c10d::Work {
   std::shared_ptr<Shelf> shelf = std::make_shared<Shelf>();
   Tensors outputs;
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  bool is_barrier = false, blocks_host = false, is_second = false;
+  bool is_barrier = false, is_second = false;
 
  private:
   const c10::Device device_;
@@ -368,7 +366,7 @@ class Watchdog : public std::enable_shared_from_this<Watchdog> {
   Watchdog(std::shared_ptr<Channel> channel, bool is_second) : is_second_(is_second), channel_(std::move(channel)) {}
 
   void start() {
-    if ((handling_ == kNone && !is_second_) || blocks_host) return;
+    if (handling_ == kNone && !is_second_) return;
     std::thread([self = shared_from_this()] { self->watch(); }).detach();  // the process may end at any time
   }
   void add(Watched watched) {
@@ -396,8 +394,6 @@ class Watchdog : public std::enable_shared_from_this<Watchdog> {
     stopped_.notify_all();
     release(all);
   }
-
-  const bool blocks_host = number_in_environment("TORCH_NCCL_BLOCKING_WAIT", 0) == 1;
 
  private:
   // By a thread of the program, at its next collective.
@@ -753,7 +749,6 @@ class ProcessGroupNCCL : public c10d::Backend {
     work->channel = channel_;
     work->exchanges = std::move(exchanges);
     work->outputs = outputs;
-    work->blocks_host = watchdog_->blocks_host;
     work->is_second = is_second_;
     if (is_async) {  // on the current stream nothing can overtake it
       work->shelf->tensors = inputs;
