@@ -107,69 +107,50 @@ def test_a_search_that_finds_no_tensor_does_not_lose_gradients_in_silence(answer
 # ---------------------------------------------------------------- communication hooks
 
 
-def raises(state: Any, bucket: Any) -> Any:
-    raise ZeroDivisionError("no norm")
-
-
-def returns_nothing(state: Any, bucket: Any) -> Any:
-    return None
-
-
-def returns_the_tensor(state: Any, bucket: Any) -> Any:
-    return bucket.buffer()
-
-
 def done(value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
+    future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
     return future
 
 
-def gives_a_short_tensor(state: Any, bucket: Any) -> Any:
-    return done(bucket.buffer()[:1])
+HOOKS = {
+    "raises": (lambda flat: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    "returns_nothing": (
+        lambda flat: None,
+        r"returned NoneType: callback must return a torch\.futures\.Future",
+    ),
+    "returns_the_tensor": (lambda flat: flat, "returned (Tensor|Parameter).*make one of the flat gradient"),
+    "gives_a_short_tensor": (
+        lambda flat: done(flat[:1]),
+        r"gave shape \[1\].*expected \[2\] of torch\.float32",
+    ),
+    "gives_another_dtype": (
+        lambda flat: done(flat.double()),
+        r"gave shape \[2\] of torch\.float64; expected \[2\]",
+    ),
+    "gives_text": (lambda flat: done("reduced"), "gave str; expected the flat gradient"),
+    "gives_two": (lambda flat: done([flat, flat]), "gave list; expected the flat gradient"),
+    "fails_later": (lambda flat: done(ValueError("lost on the way")), "failed: .*lost on the way"),
+}
+"""What a hook of that name makes of a bucket's tensor, and what the error says."""
 
 
-def gives_another_dtype(state: Any, bucket: Any) -> Any:
-    return done(bucket.buffer().double())
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_broken_hook_is_named_on_every_rank_and_step(name) -> None:
+    answer, message = HOOKS[name]
 
+    def hook(state: Any, bucket: Any) -> Any:
+        return answer(bucket.buffer())
 
-def gives_text(state: Any, bucket: Any) -> Any:
-    return done("reduced")
+    hook.__name__ = hook.__qualname__ = name
 
-
-def gives_two(state: Any, bucket: Any) -> Any:
-    return done([bucket.buffer(), bucket.buffer()])
-
-
-def fails_later(state: Any, bucket: Any) -> Any:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_exception(ValueError("lost on the way"))
-    return future
-
-
-HOOKS = [
-    (raises, r"'raises' raised ZeroDivisionError: no norm"),
-    (returns_nothing, r"'returns_nothing' returned NoneType: callback must return a torch\.futures\.Future"),
-    (returns_the_tensor, r"'returns_the_tensor' returned (Tensor|Parameter).*make one of the flat gradient"),
-    (gives_a_short_tensor, r"'gives_a_short_tensor' gave shape \[1\].*expected \[2\] of torch\.float32"),
-    (gives_another_dtype, r"'gives_another_dtype' gave shape \[2\] of torch\.float64; expected \[2\]"),
-    (gives_text, r"'gives_text' gave str; expected the flat gradient"),
-    (gives_two, r"'gives_two' gave list; expected the flat gradient"),
-    (fails_later, r"'fails_later' failed: .*lost on the way"),
-]
-
-
-@pytest.mark.parametrize(("hook", "message"), HOOKS, ids=[hook.__name__ for hook, _ in HOOKS])
-def test_a_broken_hook_is_named_on_every_rank_and_step(hook, message) -> None:
     def rank_main(rank, world_size, group):
         model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
         model.register_comm_hook(None, hook)
         for step in range(2):
             loss = model(x_of(rank))
-            where = (
-                rf"(?s)^rank {rank}, step {step}: communication hook .*{message}.*parameters 'two\.weight'"
-            )
-            with pytest.raises(CommHookError, match=where):
+            where = rf"(?s)^rank {rank}, step {step}: communication hook .*'{name}' "
+            with pytest.raises(CommHookError, match=rf"{where}{message}.*parameters 'two\.weight'"):
                 loss.backward()
 
     run_threads(rank_main, 2)
@@ -199,36 +180,28 @@ def test_a_hook_that_recovers_reduces_the_next_step() -> None:
 # ---------------------------------------------------------------- models and arguments that differ
 
 
-def with_another_shape(rank: int, odd: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 7 if rank == odd else 5))
+def frozen_weight(odd: bool) -> nn.Module:
+    layer = nn.Linear(4, 5)
+    layer.weight.requires_grad_(not odd)
+    return layer
 
 
-def with_another_dtype(rank: int, odd: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, dtype=torch.float64 if rank == odd else None))
-
-
-def with_another_stride(rank: int, odd: int) -> nn.Module:
-    conv = nn.Conv2d(3, 4, 5)
-    return nn.Sequential(conv.to(memory_format=torch.channels_last) if rank == odd else conv)
-
-
-def with_another_layer(rank: int, odd: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), *([nn.Linear(4, 5)] if rank == odd else []))
-
-
-def with_another_frozen(rank: int, odd: int) -> nn.Module:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-    module[1].weight.requires_grad_(rank != odd)
-    return module
-
-
-DIFFERENT_MODELS = [
-    (with_another_shape, ["has '1.weight'", "[5, 4]", "[7, 4]"]),
-    (with_another_dtype, ["has '1.weight'", "float32", "float64"]),
-    (with_another_stride, ["has '0.weight'", "[75, 25, 5, 1]", "[75, 1, 15, 3]"]),
-    (with_another_layer, ["1.weight", "1.bias", " 2 ", " 4"]),
-    (with_another_frozen, ["1.weight", " 4 ", " 3"]),
-]
+DIFFERENT_LAYERS = {
+    "shape": (lambda odd: nn.Linear(4, 7 if odd else 5), ["has '1.weight'", "[5, 4]", "[7, 4]"]),
+    "dtype": (
+        lambda odd: nn.Linear(4, 5, dtype=torch.float64 if odd else None),
+        ["has '1.weight'", "float32", "float64"],
+    ),
+    "stride": (
+        lambda odd: nn.Conv2d(3, 4, 5).to(
+            memory_format=torch.channels_last if odd else torch.contiguous_format
+        ),
+        ["has '1.weight'", "[75, 25, 5, 1]", "[75, 1, 15, 3]"],
+    ),
+    "layer": (lambda odd: nn.Linear(4, 5) if odd else nn.Identity(), ["1.weight", "1.bias", " 2 ", " 4"]),
+    "frozen": (frozen_weight, ["1.weight", " 4 ", " 3"]),
+}
+"""Makes the second layer, of the rank that has another one or of the others; what the error says."""
 DIFFERENT_OPTIONS = [
     ("static_graph", (False, True)),
     ("find_unused_parameters", (False, True)),
@@ -255,11 +228,14 @@ def named_on_every_rank(make: Callable[[int, Any], BucketedDDP], parts: list[str
 
 
 @pytest.mark.parametrize("odd", [1, 2])
-@pytest.mark.parametrize(("make_module", "parts"), DIFFERENT_MODELS)
-def test_different_models_are_an_error_on_every_rank(make_module, parts, odd) -> None:
-    named_on_every_rank(
-        lambda rank, group: BucketedDDP(make_module(rank, odd), process_group=group), parts, odd
-    )
+@pytest.mark.parametrize("what", DIFFERENT_LAYERS)
+def test_different_models_are_an_error_on_every_rank(what, odd) -> None:
+    second, parts = DIFFERENT_LAYERS[what]
+
+    def make(rank: int, group: Any) -> BucketedDDP:
+        return BucketedDDP(nn.Sequential(nn.Linear(3, 4), second(rank == odd)), process_group=group)
+
+    named_on_every_rank(make, parts, odd)
 
 
 @pytest.mark.parametrize("odd", [0, 2])

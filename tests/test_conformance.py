@@ -95,10 +95,9 @@ def test_the_exceptions_are_tests_of_the_list():
 
 
 @pytest.mark.xdist_group("conformance")
-@pytest.mark.parametrize("class_", ["NoSync", "SumNotMean", "Nothing"])
-def test_a_class_with_wrong_gradients_fails(as_they_are, class_):
+def test_a_class_with_wrong_gradients_fails(as_they_are):
     test = TorchTest(name="test_DistributedDataParallelCPU")
-    outcome = as_they_are.run(test, f"conformance.wrong_classes:{class_}")
+    outcome = as_they_are.run(test, "conformance.wrong_classes:NoSync")
     require_failure(outcome, "AssertionError: Tensor-likes are not close")
 
 

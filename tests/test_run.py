@@ -552,8 +552,7 @@ def test_srun_starts_it_once_a_node(tmp_path) -> None:
 
 
 def test_ranks_get_the_job_that_hydra_has_composed(tmp_path) -> None:
-    node = test_hydra.Node(launcher=RUN)
-    run = test_hydra.Run(tmp_path, PROGRAM, nodes=[node]).check()
+    run = test_hydra.Run(tmp_path, PROGRAM, launcher=RUN).check()
     (notes,) = run.jobs().values()
     test_hydra.require_one_job(notes)
     assert notes[0]["parent"] == notes[1]["parent"]
@@ -563,9 +562,7 @@ def test_ranks_get_the_job_that_hydra_has_composed(tmp_path) -> None:
 @pytest.mark.parametrize("is_module", [False, True])
 def test_each_job_of_a_sweep_is_run_on_forked_ranks(tmp_path, is_module) -> None:
     program = "hydra_app.train" if is_module else PROGRAM
-    run = test_hydra.Run(
-        tmp_path, program, ["-m", "lr=0.1,0.2"], is_module=is_module, nodes=[test_hydra.Node(launcher=RUN)]
-    ).check()
+    run = test_hydra.Run(tmp_path, program, ["-m", "lr=0.1,0.2"], is_module=is_module, launcher=RUN).check()
     assert len(run.jobs()) == 2
     for notes in run.jobs().values():
         test_hydra.require_one_job(notes)

@@ -183,42 +183,34 @@ NoOp.run = run
 """
 
 
+OF_THE_SECOND_TIER = {
+    "residual-overflow": (
+        RESIDUAL_AFTER_OVERFLOW,
+        ["hook"],
+        {"hook topk", "hook randomk", "hook sign", "hook powersgd"},
+        "step 4: a step that overflowed was counted",
+    ),
+    "residual-never": (
+        RESIDUAL_NEVER_CLEARED,
+        ["hook topk", "hook sign", "hook fp16"],
+        {"hook topk", "hook sign"},
+        "step 1, .*residual is .* is expected",
+    ),
+    "round": (WRONG_ROUND, ["averager"], {"averager slowmo"}, "local step 2: parameters is .* is expected"),
+    "death": (
+        UNREPORTED_DEATH,
+        ["killed"],
+        {KILLED},
+        "rank 1 was killed in training: rank 0 raised .*, expected PeerFailure of 1",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("defect", "only", "failing", "says"),
     [
         pytest.param(WRONG_DIVISOR, ["gradients"], trials_of("cpu"), "mean is .* is expected", id="divisor"),
-        pytest.param(
-            RESIDUAL_AFTER_OVERFLOW,
-            ["hook"],
-            {"hook topk", "hook randomk", "hook sign", "hook powersgd"},
-            "step 4: a step that overflowed was counted",
-            id="residual-overflow",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            RESIDUAL_NEVER_CLEARED,
-            ["hook topk", "hook sign", "hook fp16"],
-            {"hook topk", "hook sign"},
-            "step 1, .*residual is .* is expected",
-            id="residual-never",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            WRONG_ROUND,
-            ["averager"],
-            {"averager slowmo"},
-            "local step 2: parameters is .* is expected",
-            id="round",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            UNREPORTED_DEATH,
-            ["killed"],
-            {KILLED},
-            "rank 1 was killed in training: rank 0 raised .*, expected PeerFailure of 1",
-            id="death",
-            marks=pytest.mark.slow,
-        ),
+        *(pytest.param(*row, id=name, marks=pytest.mark.slow) for name, row in OF_THE_SECOND_TIER.items()),
     ],
 )
 def test_a_planted_defect_fails_the_checks_that_it_concerns(defect, only, failing, says, tmp_path, capsys):

@@ -245,59 +245,34 @@ def _drop_device_ids(class_: type[nn.Module]) -> None:
     class_.__init__ = without  # type: ignore[method-assign]
 
 
-class _NormaliseByAllRanks(torch.autograd.Function):
-    """Batch normalisation by the statistics of all ranks' batches, computed in double precision."""
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, values.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean_out: Tensor | None,
-        var_out: Tensor | None,
-        eps: float,
-        momentum: float,
-        group: Any,
-    ) -> Tensor:
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        num_channels, wide = x.size(1), x.double()
-        count = wide.new_tensor([x.numel() // num_channels])
-        sums = torch.cat([wide.sum(dims), (wide * wide).sum(dims), count])
-        dist.all_reduce(sums, group=group)
-        n = sums[-1].clamp(min=1)
-        mean = sums[:num_channels] / n
-        var = (sums[num_channels:-1] / n - mean * mean).clamp(min=0)
-        if mean_out is not None and var_out is not None:
-            unbiased = var * n / (n - 1).clamp(min=1)
-            mean_out.mul_(1 - momentum).add_(mean.to(mean_out.dtype), alpha=momentum)
-            var_out.mul_(1 - momentum).add_(unbiased.to(var_out.dtype), alpha=momentum)
-        inverse_std = (var + eps).rsqrt()
-        normal = (wide - mean.view(shape)) * inverse_std.view(shape)
-        out = normal if weight is None else normal * weight.double().view(shape)
-        out = out if bias is None else out + bias.double().view(shape)
-        ctx.save_for_backward(normal, weight, inverse_std, n)
-        ctx.dims, ctx.shape, ctx.group, ctx.dtype = dims, shape, group, x.dtype
-        return out.to(x.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _SumOverRanks.apply(grad, ctx.group), None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        normal, weight, inverse_std, n = ctx.saved_tensors
-        wide = grad.double()
-        sums = torch.cat([wide.sum(ctx.dims), (wide * normal).sum(ctx.dims)])
-        of_weight = of_bias = of_input = None
-        bias_sum, weight_sum = sums.chunk(2)
-        if weight is not None:
-            of_weight = weight_sum.to(weight.dtype) if ctx.needs_input_grad[1] else None
-            of_bias = bias_sum.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        if ctx.needs_input_grad[0]:
-            over_ranks = sums.clone()
-            dist.all_reduce(over_ranks, group=ctx.group)
-            mean, mean_of_product = (half.view(ctx.shape) for half in (over_ranks / n).chunk(2))
-            scale = inverse_std if weight is None else inverse_std * weight.double()
-            of_input = ((wide - mean - normal * mean_of_product) * scale.view(ctx.shape)).to(ctx.dtype)
-        return of_input, of_weight, of_bias, None, None, None, None, None
+
+def _normalize_by_all_ranks(
+    x: Tensor, mean_out: Tensor | None, var_out: Tensor | None, momentum: float, eps: float, group: Any
+) -> Tensor:
+    """Batch normalization by the statistics of all ranks' batches, whose sums autograd follows to them."""
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    count = x.new_tensor([x.numel() // x.size(1)])
+    sums = _SumOverRanks.apply(torch.cat([x.sum(dims), x.square().sum(dims), count]), group)
+    n = sums[-1].clamp(min=1)
+    mean = sums[: x.size(1)] / n
+    var = (sums[x.size(1) : -1] / n - mean.square()).clamp(min=0)
+    if mean_out is not None and var_out is not None:
+        unbiased = var * n / (n - 1).clamp(min=1)
+        for kept, found in ((mean_out, mean), (var_out, unbiased)):
+            kept.mul_(1 - momentum).add_(found.detach().to(kept.dtype), alpha=momentum)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return (x - mean.view(shape)) * (var + eps).rsqrt().view(shape)
 
 
 def _forward_of_sync_batch_norm(self: Any, x: Tensor) -> Tensor:
@@ -312,6 +287,9 @@ def _forward_of_sync_batch_norm(self: Any, x: Tensor) -> Tensor:
     mean, var = (self.running_mean, self.running_var) if is_kept else (None, None)
     group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
     if self.training and group and dist.get_world_size(group) > 1:
-        return _NormaliseByAllRanks.apply(x, self.weight, self.bias, mean, var, self.eps, momentum, group)
+        out = _normalize_by_all_ranks(x.double(), mean, var, momentum, self.eps, group)
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        out = out if self.weight is None else out * self.weight.double().view(shape)
+        return (out if self.bias is None else out + self.bias.double().view(shape)).to(x.dtype)
     by_batch = self.training or (self.running_mean is None and self.running_var is None)
     return batch_norm(x, mean, var, self.weight, self.bias, by_batch, momentum, self.eps)

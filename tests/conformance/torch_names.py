@@ -29,31 +29,11 @@ from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.errors import BackwardOrderError, ConfigurationError
 from lightning_ddp.telemetry.step_record import StepRecord
 
-_DTYPE_NAMES = {
-    "float32": "float",
-    "float64": "double",
-    "float16": "c10::Half",
-    "bfloat16": "c10::BFloat16",
-    "complex64": "c10::complex<float>",
-    "complex128": "c10::complex<double>",
-}
-_VARIABLES = {
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-}
-_BACKEND_VARIABLES = {
-    "gloo": {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"},
-    "nccl": {
-        "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
-        "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
-        "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "nccl_debug": "NCCL_DEBUG",
-        "nccl_nthreads": "NCCL_NTHREADS",
-        "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
-    },
-}
+_DTYPE_NAMES = {"float32": "float", "float64": "double"}
+_VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+)
 _GLOO_THREADS = 2
 _NUM_FIRST = 10
 _MOST_STEPS = 10_000
@@ -185,6 +165,7 @@ class OfWrapper:
         params, hook, backend = reducer.layout.params, reducer.reduction.hook, group.backend(self.device)
         error = told.get("error") or _errors_of_logger(self)
         modules = list(self.module.modules())
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
         data = {
             "module_name": type(self.module).__name__,
             "rank": group.rank,
@@ -192,29 +173,22 @@ class OfWrapper:
             "backend_name": backend,
             "device_ids": ", ".join(map(str, self.device_ids or ())),
             "output_device": -1 if self.output_device is None else self.output_device,
-            "is_multi_device_module": int(len({p.device for p in params}) > 1),
             "broadcast_buffers": int(self.forward_sync_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
-            "static_graph": int(self.static_graph),
             "gradient_as_bucket_view": int(told["asked_for_views"]),
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": told["bucket_sizes"],
-            "dtypes": ", ".join(sorted({_DTYPE_NAMES[str(p.dtype).removeprefix("torch.")] for p in params})),
+            "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(name, name) for name in dtypes})),
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
             "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules)),
             "join_uneven_inputs": int(told.get("has_joined", False)),
             "has_rebuilt_buckets": int(reducer.has_rebuilt),
             "num_buckets_reduced": told.get("num_reduced", 0),
-            "unused_parameter_size": sum(
-                params[i].numel() * params[i].element_size() for i in told.get("absent", ())
-            ),
             "iteration": 0,
-            **_variables(_VARIABLES),
-            **_variables(_BACKEND_VARIABLES.get(backend, {})),
+            "gloo_num_threads": _GLOO_THREADS,
+            **{name.lower(): os.environ.get(name, "N/A") for name in _VARIABLES},
         }
-        if backend == "gloo":
-            data["gloo_num_threads"] = _GLOO_THREADS
         if hook is not None:
             data["comm_hook"] = getattr(hook, "__qualname__", type(hook).__name__)
         if error:
@@ -255,7 +229,6 @@ def _times(wrapper: Any) -> dict[str, int]:
     (number, last), lengths = timed[-1], [_lengths(record) for _, record in timed]
     return {
         "iteration": number,
-        "can_set_static_graph": int(_is_static(wrapper.reducer)),
         **lengths[-1],
         **{f"avg_{name}": sum(each[name] for each in lengths) // len(lengths) for name in lengths[-1]},
         "forward_compute_time_start": last.forward_start,
@@ -279,10 +252,6 @@ def _lengths(step: StepRecord) -> dict[str, int]:
 
 def _is_static(reducer: Any) -> bool:
     return bool(vars(reducer).get("_is_absent_static", True))
-
-
-def _variables(names: dict[str, str]) -> dict[str, str]:
-    return {name: os.environ.get(variable, "N/A") for name, variable in names.items()}
 
 
 _loggers: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
@@ -373,7 +342,7 @@ def _note_backward(reducer: Any, _result: Any, state: Any) -> None:
     vars(reducer)["_is_absent_static"] = _is_static(reducer) and before in (None, absent)
     vars(reducer)["_absent_before"] = absent
     num_reduced = sum(not bucket.is_skipped and bucket.flat.numel() > 0 for bucket in reducer.buckets)
-    vars(reducer).get("told", {}).update(absent=absent, num_reduced=num_reduced)
+    vars(reducer).get("told", {}).update(num_reduced=num_reduced)
 
 
 def _note_plan(layout: Any, _result: Any, order: Sequence[int]) -> None:

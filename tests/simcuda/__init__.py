@@ -35,8 +35,6 @@ class Report(NamedTuple):
     text: str
     stack: traceback.StackSummary
     """Of Python, the innermost frame last; that of the main thread where a thread of C++ did it."""
-    step: int
-    """How many times `end_step` had been called."""
 
     @property
     def place(self) -> str:
@@ -73,7 +71,6 @@ report: list[Report] = []
 _library: Any = None
 _nccl: Any = None
 _kept: list[Any] = []
-_step = 0
 
 
 def start(build: Path) -> None:
@@ -114,30 +111,9 @@ def _append(kind: bytes, text: bytes) -> None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     stack.reverse()
-    report.append(Report(kind.decode(), text.decode(), stack, _step))
+    report.append(Report(kind.decode(), text.decode(), stack))
     if kind == b"sync" and sys.modules["torch"].cuda.get_sync_debug_mode():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)  # the words of CUDA's
-
-
-def end_step() -> None:
-    """Says that a step has ended: what is found from now on belongs to the next one."""
-    global _step
-    _step += 1
-
-
-def steps() -> list[collections.Counter[str]]:
-    """How many reports of each kind there were in each step that has ended."""
-    counted: list[collections.Counter[str]] = [collections.Counter() for _ in range(_step + 1)]
-    for found in report:
-        counted[found.step][found.kind] += 1
-    return counted[:_step]
-
-
-def counts() -> dict[str, int]:
-    """How many operators ran, and how many syncs, races and unsafe frees (`hazards`) there were."""
-    out = (ctypes.c_uint64 * 4)()
-    _library.simcuda_counts(out)
-    return dict(zip(("ops", "syncs", "races", "hazards"), out, strict=True))
 
 
 def summary(kinds: Sequence[str] = KINDS, reports: Iterable[Report] | None = None) -> list[str]:
@@ -145,6 +121,18 @@ def summary(kinds: Sequence[str] = KINDS, reports: Iterable[Report] | None = Non
     found = [r for r in (report if reports is None else reports) if r.kind in kinds]
     seen = collections.Counter((r.kind, r.text.split(" (")[0], r.place) for r in found)
     return [f"{n:4d} x {kind}: {text}  at {place}" for (kind, text, place), n in seen.items()]
+
+
+def counted(whole: Sequence[Report], steady: Sequence[Report]) -> dict[str, collections.Counter[str]]:
+    """Kind -> text and place -> how often: `sync` in the steady steps alone, the others in the whole run."""
+    return {
+        kind: collections.Counter(
+            f"{found.text} at {found.place}, in {found.file}"
+            for found in (steady if kind == "sync" else whole)
+            if found.kind == kind
+        )
+        for kind in KINDS
+    }
 
 
 @contextlib.contextmanager

@@ -45,8 +45,7 @@ struct State {
   std::vector<Clock> streams;
   Clock host;  // what the host knows to have ended; all of its threads share what they know
   std::vector<PendingEntry> pending;
-  std::array<Memory, kDevices> memory{};
-  Counts counts{};
+  std::array<uint64_t, kDevices> bytes_allocated{};
   bool is_enabled = true;
   Callback callback = nullptr;
 };
@@ -118,7 +117,6 @@ void log_use(Stream stream, const Use& use, const std::string& operation, Findin
            << " is not ordered after " << (access.writes ? "write" : "read") << " by " << access.operation << " on "
            << name(access.stream) << " (" << use.bytes << " bytes)";
       findings.add("race", text.str());
-      ++state().counts.races;
     }
     // What the new access stands for from now on: all that comes after it comes after the old one as well.
     const bool is_covered = begin <= access.begin && access.end <= end;
@@ -197,7 +195,6 @@ void run(Stream stream, const std::string& operation, const std::vector<Use>& us
   Findings findings;
   Lock lock(state().mutex);
   if (!state().is_enabled) return;
-  ++state().counts.operations;
   current(stream).advance(stream);
   for (const Use& use : uses) log_use(stream, use, operation, findings);
 }
@@ -220,10 +217,7 @@ void synchronize(const Clock& clock, const std::string& why) {
   {
     Lock lock(state().mutex);
     unfinished = pending_before(clock);
-    if (state().is_enabled) {
-      findings.add("sync", why);
-      ++state().counts.syncs;
-    }
+    if (state().is_enabled) findings.add("sync", why);
   }
   if (!unfinished.empty()) finish(unfinished);
   learn(clock);
@@ -262,12 +256,7 @@ bool has_ended(const Clock& clock) {
 void allocated(void* block, size_t bytes, Stream stream, bool is_pinned) {
   Lock lock(state().mutex);
   state().blocks[reinterpret_cast<uintptr_t>(block)] = Block{bytes, stream, is_pinned, {}, {}, {}};
-  if (is_pinned) return;
-  Memory& memory = state().memory[device_of(stream)];
-  memory.allocated += bytes;
-  memory.total_allocated += bytes;
-  memory.peak = std::max(memory.peak, memory.allocated);
-  ++memory.allocations;
+  if (!is_pinned) state().bytes_allocated[device_of(stream)] += bytes;
 }
 
 void freed(void* address) {
@@ -277,9 +266,7 @@ void freed(void* address) {
   if (found == state().blocks.end()) return;
   const Block& block = found->second;
   if (!block.is_pinned) {
-    Memory& memory = state().memory[device_of(block.stream)];
-    memory.allocated -= block.bytes;
-    ++memory.frees;
+    state().bytes_allocated[device_of(block.stream)] -= block.bytes;
     const Clock& clock = current(block.stream);
     std::set<Stream> told;
     for (const Access& access : block.log) {
@@ -290,7 +277,6 @@ void freed(void* address) {
           "free", std::to_string(block.bytes) + " bytes of " + name(block.stream) + " are freed while " +
                       name(access.stream) + " may still " + (access.writes ? "write" : "read") + " them (" +
                       access.operation + ")");
-      ++state().counts.frees;
     }
   }
   state().blocks.erase(found);
@@ -327,14 +313,9 @@ void kept_until(const void* address, const Clock& clock) {
   for (Access& access : block->second.log) access.is_over |= clock.at(access.stream) >= access.epoch;
 }
 
-Memory memory_of(int device) {
+uint64_t bytes_allocated(int device) {
   Lock lock(state().mutex);
-  return state().memory[device];
-}
-
-void reset_peak_memory(int device) {
-  Lock lock(state().mutex);
-  state().memory[device].peak = state().memory[device].allocated;
+  return state().bytes_allocated[device];
 }
 
 // ---- what ends only when other ranks have done their part
@@ -359,11 +340,6 @@ void set_enabled(bool enabled) {
   state().is_enabled = enabled;
 }
 
-Counts counts() {
-  Lock lock(state().mutex);
-  return state().counts;
-}
-
 }  // namespace simcuda
 
 // ---- for Python, through ctypes
@@ -372,23 +348,5 @@ extern "C" {
 
 void simcuda_set_callback(simcuda::Callback callback) { simcuda::set_callback(callback); }
 void simcuda_set_enabled(int enabled) { simcuda::set_enabled(enabled != 0); }
-
-void simcuda_counts(uint64_t* out) {
-  const auto counts = simcuda::counts();
-  out[0] = counts.operations;
-  out[1] = counts.syncs;
-  out[2] = counts.races;
-  out[3] = counts.frees;
-}
-
-void simcuda_memory(int device, uint64_t* out) {
-  const auto memory = simcuda::memory_of(device);
-  out[0] = memory.allocated;
-  out[1] = memory.peak;
-  out[2] = memory.total_allocated;
-  out[3] = memory.allocations;
-  out[4] = memory.frees;
-}
-
-void simcuda_reset_peak_memory(int device) { simcuda::reset_peak_memory(device); }
+uint64_t simcuda_bytes_allocated(int device) { return simcuda::bytes_allocated(device); }
 }

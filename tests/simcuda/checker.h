@@ -76,11 +76,7 @@ void registered(const void* address, std::shared_ptr<const std::atomic<bool>> is
 // Somebody kept the block until what `clock` covers had ended, so that freeing it now is safe with regard to it.
 void kept_until(const void* address, const Clock& clock);
 
-struct Memory {
-  uint64_t allocated, peak, total_allocated, allocations, frees;  // bytes, and how many times
-};
-Memory memory_of(int device);
-void reset_peak_memory(int device);
+uint64_t bytes_allocated(int device);
 
 // ---- what ends only when other ranks have done their part
 
@@ -104,10 +100,5 @@ void set_callback(Callback callback);
 
 // Nothing is checked or reported while it is off; streams and events are followed all the same.
 void set_enabled(bool enabled);
-
-struct Counts {
-  uint64_t operations, syncs, races, frees;
-};
-Counts counts();
 
 }  // namespace simcuda

@@ -105,22 +105,13 @@ void put_slices(const std::vector<Output>& outputs, const Parts& parts, const st
 }
 
 at::Tensor reduced(const Parts& parts, at::ScalarType dtype, const c10d::ReduceOp& op) {
-  const bool is_premultiplied = op == c10d::ReduceOp::PREMUL_SUM;
-  const auto read = [&](const Bytes& bytes) {
-    auto tensor = tensor_of(bytes, dtype);
-    if (!is_premultiplied) return tensor;
-    const auto& supplement = *static_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
-    if (!supplement.tensor_factor.defined()) return tensor.mul(supplement.double_factor);
-    return tensor.mul(cpu_alias(supplement.tensor_factor));
-  };
-  auto total = read(parts[0]);
+  auto total = tensor_of(parts[0], dtype);
   for (size_t rank = 1; rank < parts.size(); ++rank) {
     TORCH_CHECK(parts[rank].size() == parts[0].size(), "ranks differ in sizes");
-    const auto other = read(parts[rank]);
+    const auto other = tensor_of(parts[rank], dtype);
     switch (op) {
       case c10d::ReduceOp::SUM:
       case c10d::ReduceOp::AVG:
-      case c10d::ReduceOp::PREMUL_SUM:
         total = total.add(other);
         break;
       case c10d::ReduceOp::PRODUCT:
@@ -288,10 +279,8 @@ class WorkNCCL final : public c10d::Work {
   }
   bool wait(Milliseconds timeout) override {
     synchronize();
-    const bool is_blocking = timeout != kNoTimeout || blocks_host;
-    if (is_blocking) {
-      const auto limit = timeout != kNoTimeout ? timeout : timeout_;
-      const auto deadline = SteadyClock::now() + limit;
+    if (timeout != kNoTimeout) {
+      const auto deadline = SteadyClock::now() + timeout;
       while (!isCompleted()) {
         if (SteadyClock::now() >= deadline) {
           channel->fail(make_error(is_second ? "NCCL operation timed out" : describe() + " timed out in blocking wait."));
@@ -337,7 +326,7 @@ class WorkNCCL final : public c10d::Work {
   std::shared_ptr<Shelf> shelf = std::make_shared<Shelf>();
   Tensors outputs;
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  bool is_barrier = false, blocks_host = false, is_second = false;
+  bool is_barrier = false, is_second = false;
 
  private:
   const c10::Device device_;
@@ -377,7 +366,7 @@ class Watchdog : public std::enable_shared_from_this<Watchdog> {
   Watchdog(std::shared_ptr<Channel> channel, bool is_second) : is_second_(is_second), channel_(std::move(channel)) {}
 
   void start() {
-    if ((handling_ == kNone && !is_second_) || blocks_host) return;
+    if (handling_ == kNone && !is_second_) return;
     std::thread([self = shared_from_this()] { self->watch(); }).detach();  // the process may end at any time
   }
   void add(Watched watched) {
@@ -405,8 +394,6 @@ class Watchdog : public std::enable_shared_from_this<Watchdog> {
     stopped_.notify_all();
     release(all);
   }
-
-  const bool blocks_host = number_in_environment("TORCH_NCCL_BLOCKING_WAIT", 0) == 1;
 
  private:
   // By a thread of the program, at its next collective.
@@ -470,8 +457,6 @@ class ProcessGroupNCCL : public c10d::Backend {
   struct Options final : Backend::Options {
     Options() : Backend::Options("nccl", 10min) {}
     bool is_high_priority_stream = false;
-    c10::intrusive_ptr<Backend> split_from;
-    int64_t split_color = 0;
   };
 
   ProcessGroupNCCL(
@@ -500,7 +485,6 @@ class ProcessGroupNCCL : public c10d::Backend {
 
   const std::string getBackendName() const override { return is_second_ ? "nccl2" : "nccl"; }
   c10::intrusive_ptr<Backend::Options> getBackendOptions() override { return options_; }
-  bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(Milliseconds timeout) override { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
@@ -535,16 +519,6 @@ class ProcessGroupNCCL : public c10d::Backend {
     registered(tensor.const_data_ptr(), channel_->is_aborted);
     return tensor;
   }
-  c10::intrusive_ptr<Backend> split(
-      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-      const c10::intrusive_ptr<Backend::Options>& options) override {
-    const auto position = std::find(ranks.begin(), ranks.end(), rank_);
-    if (position == ranks.end()) return nullptr;
-    auto own = c10::make_intrusive<Options>();
-    own->timeout = options->timeout;
-    own->group_name = options->group_name;
-    return make(store, position - ranks.begin(), ranks.size(), own);
-  }
 
   // ---- collectives
 
@@ -556,14 +530,6 @@ class ProcessGroupNCCL : public c10d::Backend {
         [=, output = Output(tensor)](const Parts& parts) { output.put(reduced(parts, output.dtype, op)); });
   }
 
-  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
-      Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return coalesced(tensors.size(), [&](size_t i) {
-      Tensors one{tensors[i]};
-      allreduce(one, options);
-    });
-  }
-
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const auto tensor = only(tensors);
     const int root = static_cast<int>(options.rootRank);
@@ -573,18 +539,6 @@ class ProcessGroupNCCL : public c10d::Backend {
          {root}, options.asyncOp},
         [=, output = Output(tensor)](const Parts& parts) {
           if (!is_root) output.put(parts[0]);
-        });
-  }
-
-  c10::intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    const auto tensor = only(tensors);
-    const auto op = options.reduceOp;
-    const bool is_root = rank_ == options.rootRank;
-    return collect(
-        {"nccl:reduce", c10d::OpType::REDUCE, tensors, is_root ? tensors : Tensors{},
-         is_root ? everybody() : std::vector<int>{rank_}, options.asyncOp},
-        [=, output = Output(tensor)](const Parts& parts) {
-          if (is_root) output.put(reduced(parts, output.dtype, op));
         });
   }
 
@@ -617,64 +571,28 @@ class ProcessGroupNCCL : public c10d::Backend {
         [outputs = outputs_of(output.view({size_, -1}).unbind(0))](const Parts& parts) { put_each(outputs, parts); });
   }
 
-  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return coalesced(inputs.size(), [&](size_t i) { _allgather_base(outputs[i], inputs[i], options); });
-  }
-
-  c10::intrusive_ptr<c10d::Work> gather(
-      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    only(inputs);
-    const bool is_root = rank_ == options.rootRank;
-    const auto targets = is_root ? outputs.at(0) : Tensors{};
-    return collect(
-        {"nccl:gather", c10d::OpType::GATHER, inputs, targets, is_root ? everybody() : std::vector<int>{rank_},
-         options.asyncOp},
-        [=, outputs = outputs_of(targets)](const Parts& parts) {
-          if (is_root) put_each(outputs, parts);
-        });
-  }
-
-  c10::intrusive_ptr<c10d::Work> scatter(
-      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    const auto target = only(outputs);
-    const int root = static_cast<int>(options.rootRank);
-    return collect(
-        {"nccl:scatter", c10d::OpType::SCATTER, rank_ == root ? inputs.at(0) : Tensors{}, {target}, {root},
-         options.asyncOp},
-        [rank = rank_, output = Output(target)](const Parts& parts) {
-          put_slices({output}, parts, {rank * output.nbytes});
-        });
-  }
-
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(
-      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    return reduce_scattered("nccl:reduce_scatter", only(outputs), inputs.at(0), options);
-  }
-
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    if (input.numel() != output.numel() * size_) {
-      C10_THROW_ERROR(ValueError, "input tensor must be the same size as output size times world size");
-    }
-    return reduce_scattered("nccl:_reduce_scatter_base", output, {input}, options);
-  }
-
-  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    return coalesced(inputs.size(), [&](size_t i) { _reduce_scatter_base(outputs[i], inputs[i], options); });
-  }
-
   c10::intrusive_ptr<c10d::Work> alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override {
-    const auto inputs = split_rows(input, input_splits), outputs = split_rows(output, output_splits);
-    return all_to_all("nccl:all_to_all", {input}, {output}, inputs, outputs, options);
-  }
-
-  c10::intrusive_ptr<c10d::Work> alltoall(
-      Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return all_to_all("nccl:all_to_all", inputs, outputs, inputs, outputs, options);
+    check(input);
+    check(output);
+    // Where each rank's part begins, for them to read: before the data.
+    Bytes header(size_ * sizeof(int64_t));
+    int64_t offset = header.size(), rank = 0;
+    for (const auto& rows : split_rows(input, input_splits)) {
+      std::memcpy(header.data() + rank++ * sizeof(int64_t), &offset, sizeof(int64_t));
+      offset += rows.nbytes();
+    }
+    return collect(
+        {"nccl:all_to_all", c10d::OpType::ALLTOALL, {input}, {output}, everybody(), options.asyncOp},
+        [rank = rank_, targets = outputs_of(split_rows(output, output_splits))](const Parts& parts) {
+          std::vector<int64_t> offsets(parts.size());
+          for (size_t i = 0; i < parts.size(); ++i) {
+            std::memcpy(&offsets[i], parts[i].data() + rank * sizeof(int64_t), sizeof(int64_t));
+          }
+          put_slices(targets, parts, offsets);
+        },
+        std::move(header));
   }
 
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
@@ -745,10 +663,6 @@ class ProcessGroupNCCL : public c10d::Backend {
       C10_THROW_ERROR(ValueError, "Tensors must be contiguous");
     }
   }
-  virtual c10::intrusive_ptr<Backend> make(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const c10::intrusive_ptr<Options>& options) {
-    return c10::make_intrusive<ProcessGroupNCCL>(store, rank, size, options);
-  }
   // NCCL2 has one device, from the start: if it is not told which, that of LOCAL_RANK.
   void check_device(c10::Device device) const {
     if (!is_second_) return;
@@ -774,40 +688,6 @@ class ProcessGroupNCCL : public c10d::Backend {
     if (!rows.empty()) return tensor.split_with_sizes(rows);
     TORCH_CHECK(tensor.size(0) % size_ == 0, "Tensor's dim 0 does not divide equally across group size");
     return tensor.split(tensor.size(0) / size_);
-  }
-  c10::intrusive_ptr<c10d::Work> reduce_scattered(
-      const char* name, const at::Tensor& output, const Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-    check(output);
-    const auto op = options.reduceOp;
-    return collect(
-        {name, c10d::OpType::REDUCE_SCATTER, inputs, {output}, everybody(), options.asyncOp},
-        [=, rank = rank_, target = Output(output), count = output.numel()](const Parts& parts) {
-          target.put(reduced(parts, target.dtype, op).narrow(0, rank * count, count));
-        });
-  }
-
-  c10::intrusive_ptr<c10d::Work> all_to_all(
-      const char* name, const Tensors& reads, const Tensors& writes, const Tensors& inputs, const Tensors& outputs,
-      const c10d::AllToAllOptions& options) {
-    for (const auto& tensor : reads) check(tensor);
-    for (const auto& tensor : writes) check(tensor);
-    // Where each rank's part begins, for them to read: before the data.
-    Bytes header(size_ * sizeof(int64_t));
-    int64_t offset = header.size();
-    for (int rank = 0; rank < size_; ++rank) {
-      std::memcpy(header.data() + rank * sizeof(int64_t), &offset, sizeof(int64_t));
-      offset += inputs[rank].nbytes();
-    }
-    return collect(
-        {name, c10d::OpType::ALLTOALL, reads, writes, everybody(), options.asyncOp},
-        [rank = rank_, targets = outputs_of(outputs)](const Parts& parts) {
-          std::vector<int64_t> offsets(parts.size());
-          for (size_t i = 0; i < parts.size(); ++i) {
-            std::memcpy(&offsets[i], parts[i].data() + rank * sizeof(int64_t), sizeof(int64_t));
-          }
-          put_slices(targets, parts, offsets);
-        },
-        std::move(header));
   }
 
   // ---- how a collective is queued
@@ -869,7 +749,6 @@ class ProcessGroupNCCL : public c10d::Backend {
     work->channel = channel_;
     work->exchanges = std::move(exchanges);
     work->outputs = outputs;
-    work->blocks_host = watchdog_->blocks_host;
     work->is_second = is_second_;
     if (is_async) {  // on the current stream nothing can overtake it
       work->shelf->tensors = inputs;
@@ -883,13 +762,6 @@ class ProcessGroupNCCL : public c10d::Backend {
         {work->describe(), SteadyClock::now() + options_->timeout, options_->timeout, work->end, work->exchanges,
          work->shelf});
     return is_async ? work : nullptr;
-  }
-
-  template <typename One>
-  c10::intrusive_ptr<c10d::Work> coalesced(size_t count, One one) {
-    startCoalescing();
-    for (size_t i = 0; i < count; ++i) one(i);
-    return endCoalescing();
   }
 
   // One stream for the collectives of a device; a pair that sends and receives by itself has another.
@@ -925,13 +797,6 @@ class ProcessGroupNCCL2 final : public ProcessGroupNCCL {
   ProcessGroupNCCL2(
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
       : ProcessGroupNCCL(store, rank, size, std::move(options), true) {}
-
- private:
-  c10::intrusive_ptr<Backend> make(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-      const c10::intrusive_ptr<Options>& options) override {
-    return c10::make_intrusive<ProcessGroupNCCL2>(store, rank, size, options);
-  }
 };
 
 // ---- for tests: a rank that is late, and a network that breaks
@@ -992,8 +857,6 @@ PYBIND11_MODULE(simnccl, module) {
            }),
            py::arg("is_high_priority_stream") = false)
       .def_readwrite("is_high_priority_stream", &Options::is_high_priority_stream)
-      .def_readwrite("split_from", &Options::split_from)
-      .def_readwrite("split_color", &Options::split_color)
       .def("__deepcopy__", [](const Options& options, const py::dict&) { return c10::make_intrusive<Options>(options); });
   const auto nothing = [](Group&) {};
   group
@@ -1017,8 +880,6 @@ PYBIND11_MODULE(simnccl, module) {
       .def("_group_end", nothing)
       .def("_set_default_timeout", &Group::setTimeout)
       .def("get_error", &Group::getError)
-      .def("comm_split_count", [](Group&) { return 0; })
-      .def("perform_nocolor_split", [](Group&, const py::object&) {})
       .def_property_readonly("options", &Group::getBackendOptions);
   auto second = py::class_<Group2, c10::intrusive_ptr<Group2>, c10d::Backend>(module, "ProcessGroupNCCL2");
   second.attr("Options") = group.attr("Options");
@@ -1034,7 +895,6 @@ PYBIND11_MODULE(simnccl, module) {
           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("device_id") = std::nullopt)
       .def("_set_default_timeout", &Group2::setTimeout)
       .def("get_error", &Group2::getError)
-      .def("perform_nocolor_split", [](Group2&, const py::object&) {})
       .def_property_readonly("options", &Group2::getBackendOptions);
   module.def("hold", &simcuda::hold, py::call_guard<py::gil_scoped_release>());
   module.def("release", &simcuda::release, py::call_guard<py::gil_scoped_release>());

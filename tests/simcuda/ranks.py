@@ -7,12 +7,11 @@ and forks the ranks. The fixture `simulated_ranks` is that server:
     def _train(rank, world_size, option):  # in a test module, as for `harness.run_ranks`
         net = Net().to("cuda")             # the current device is cuda:{rank}, the default group is NCCL's
         ...
-        simcuda.end_step()                 # what the checker finds is counted for each step
         return loss, net.state_dict()      # whatever can be pickled; tensors arrive on the CPU
 
     def test_it(simulated_ranks):
         first, second = simulated_ranks.run(_train, 2, "value of option")
-        assert first.steps[-1] == {} and not first.found("race", "free")
+        assert first.reports == []
 
 A test's module is imported in pytest as well as in the server, so it must not touch a device when imported.
 """
@@ -25,7 +24,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,14 +47,7 @@ class SimulatedRank:
 
     value: Any
     reports: list[simcuda.Report]
-    """All that was found, in order; `Report.step` says in which step."""
-    steps: list[Counter[str]]
-    """How many reports of each kind were found in each step that `simcuda.end_step` ended."""
-
-    def found(self, *kinds: str, first_step: int = 0) -> list[str]:
-        """One line for each place and text, of what was found in the steps from `first_step` on."""
-        ended = [report for report in self.reports if first_step <= report.step < len(self.steps)]
-        return simcuda.summary(kinds or simcuda.KINDS, ended)
+    """All that was found, in order."""
 
 
 class SimulatedRanks:
@@ -84,34 +75,20 @@ class SimulatedRanks:
             self.close()
             raise
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        timeout_s: float = 60.0,
-        process_group: bool = True,
-        variables: Mapping[str, str] | None = None,
-    ) -> list[SimulatedRank]:
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[SimulatedRank]:
         """Runs `fn(rank, world_size, *args)` on each rank; results in rank order.
 
         Args:
             fn: a function at the top of a module; it and `args` are pickled.
             world_size: how many; rank r has device `r % 2`, so that four ranks share two devices.
-            timeout_s: after that the ranks are made to show their stacks and are killed.
-            process_group: whether the default group exists; otherwise the environment is that of torchrun,
-                with the store in place, as `init_process_group()` and Lightning expect it.
-            variables: environment variables of the ranks.
+            **options: those of `run_outcomes`.
 
         Raises:
             RankFailed: a rank raised, died or hung; lists all of them. What they printed is in stderr.
         """
         from harness.outcomes import values_or_raise
 
-        outcomes = self.run_outcomes(
-            fn, world_size, *args, timeout_s=timeout_s, process_group=process_group, variables=variables,
-            stop_on_failure=True,
-        )  # fmt: skip
+        outcomes = self.run_outcomes(fn, world_size, *args, stop_on_failure=True, **options)
         if any(outcome.failed for outcome in outcomes):
             sys.stderr.write(self.output()[-8000:])
         return values_or_raise(outcomes)
@@ -126,23 +103,25 @@ class SimulatedRanks:
         variables: Mapping[str, str] | None = None,
         stop_on_failure: bool = False,
     ) -> list[Any]:
-        """As `run`, for ranks that may fail: one `RankOutcome` each, its value a `SimulatedRank`."""
+        """As `run`, for ranks that may fail: one `RankOutcome` each, its value a `SimulatedRank`.
+
+        Args:
+            timeout_s: after that the ranks are made to show their stacks and are killed.
+            process_group: whether the default group exists; otherwise the environment is that of torchrun,
+                with the store in place, as `init_process_group()` and Lightning expect it.
+            variables: environment variables of the ranks.
+            stop_on_failure: whether a rank that raised ends at once, and the others soon.
+        """
         import torch.distributed as dist
 
         # here, so that no rank that dies takes the store with it
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        order = _Order(
-            task=pickle.dumps((fn, args)),
-            world_size=world_size,
-            port=store.port,
-            timeout_s=timeout_s,
-            process_group=process_group,
-            variables=dict(variables or {}),
-            stop_on_failure=stop_on_failure,
-        )
+        where = (store.port, timeout_s, process_group, variables or {})
         self._output.truncate(0)
         try:
-            self._connection.send_bytes(pickle.dumps(order))
+            # what belongs to the test's module may not be unpickled: the server tells why
+            task = pickle.dumps((fn, args))
+            self._connection.send_bytes(pickle.dumps((task, world_size, where, stop_on_failure)))
             answer = self._receive(timeout_s + _ANSWER_GRACE_S)
         except BaseException:
             self.close()  # its answer would be taken for that of the next run
@@ -185,17 +164,6 @@ def simulated_ranks(build: Path, variables: Mapping[str, str]) -> Iterator[Simul
 # ---- in the server and its ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    task: bytes
-    world_size: int
-    port: int
-    timeout_s: float
-    process_group: bool
-    variables: dict[str, str]
-    stop_on_failure: bool
-
-
 def _serve(connection: Connection) -> None:
     import gc
     import traceback
@@ -212,15 +180,12 @@ def _serve(connection: Connection) -> None:
     connection.send_bytes(pickle.dumps("ready"))
     while True:
         try:
-            order = pickle.loads(connection.recv_bytes())
+            task, world_size, where, stop_on_failure = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)  # it has nothing to tidy up
         try:
-            fn, args = pickle.loads(order.task)
-            run = _Run(
-                _run_rank, order.world_size, (order, fn, args), order.timeout_s, False,
-                stop_on_failure=order.stop_on_failure,
-            )  # fmt: skip
+            arguments = (*pickle.loads(task), *where)
+            run = _Run(_run_rank, world_size, arguments, where[1], False, stop_on_failure=stop_on_failure)
             answer: Any = run.outcomes()
         except Exception:  # noqa: BLE001 (whatever unpickling runs may raise)
             answer = traceback.format_exc()
@@ -228,26 +193,31 @@ def _serve(connection: Connection) -> None:
 
 
 def _run_rank(
-    rank: int, world_size: int, order: _Order, fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    port: int,
+    timeout_s: float,
+    process_group: bool,
+    variables: Mapping[str, str],
 ) -> Any:
     import torch
     import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
-    os.environ.update(order.variables)
+    os.environ.update(variables)
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    if order.process_group:
-        store = dist.TCPStore("127.0.0.1", order.port, world_size, wait_for_workers=False)
-        timeout = timedelta(seconds=2 * order.timeout_s)
+    if process_group:
+        store = dist.TCPStore("127.0.0.1", port, world_size, wait_for_workers=False)
+        timeout = timedelta(seconds=2 * timeout_s)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
-        os.environ.update(_torchrun_environment(rank, world_size, order.port))
+        os.environ.update(_torchrun_environment(rank, world_size, port))
     value = fn(rank, world_size, *args)
-    found, steps = list(simcuda.report), simcuda.steps()
+    found = list(simcuda.report)
     return SimulatedRank(
-        value=tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value),
-        reports=found,
-        steps=steps,
+        value=tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value), reports=found
     )
 
 

@@ -6,6 +6,7 @@ build, on these functions, which `install` puts into `torch._C` when `torch.cuda
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.abc
 import os
@@ -161,9 +162,9 @@ def install(c: ModuleType) -> None:
         "_cuda_emptyCache": lambda: None,
         "_cuda_ipc_collect": lambda: None,
         "_cuda_clearCublasWorkspaces": lambda: None,
-        "_cuda_memoryStats": _memory_stats,
+        "_cuda_memoryStats": lambda index: {"allocated_bytes": {"all": {"current": _bytes_allocated(index)}}},
         "_cuda_resetAccumulatedMemoryStats": lambda index: None,
-        "_cuda_resetPeakMemoryStats": lambda index: _library.simcuda_reset_peak_memory(index),
+        "_cuda_resetPeakMemoryStats": lambda index: None,
         "_cuda_setMemoryFraction": lambda fraction, index: None,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_set_sync_debug_mode": set_sync_debug_mode,
@@ -199,30 +200,14 @@ class _Cudart:
 
     @staticmethod
     def cudaMemGetInfo(index: int) -> tuple[int, int]:
-        return _MEMORY - _memory(index)[0], _MEMORY
+        return _MEMORY - _bytes_allocated(index), _MEMORY
 
     cudaError = SimpleNamespace(success=0)
 
 
-def _memory(index: int) -> list[int]:
-    import ctypes
-
-    numbers = (ctypes.c_uint64 * 5)()
-    _library.simcuda_memory(index, numbers)
-    return list(numbers)
-
-
-def _memory_stats(index: int) -> dict[str, Any]:
-    allocated, peak, total, allocations, frees = _memory(index)
-    in_bytes = {"current": allocated, "peak": peak, "allocated": total, "freed": total - allocated}
-    count = allocations - frees
-    in_blocks = {"current": count, "peak": count, "allocated": allocations, "freed": frees}
-    stats: dict[str, Any] = {"num_alloc_retries": 0, "num_ooms": 0}
-    for kind in ("allocated", "reserved", "active", "requested"):
-        stats[f"{kind}_bytes"] = {"all": in_bytes}
-    for kind in ("allocation", "segment", "active"):
-        stats[kind] = {"all": in_blocks}
-    return stats
+def _bytes_allocated(index: int) -> int:
+    _library.simcuda_bytes_allocated.restype = ctypes.c_uint64
+    return _library.simcuda_bytes_allocated(index)
 
 
 # ---- storages
