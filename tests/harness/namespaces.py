@@ -8,8 +8,6 @@ import os
 import select
 import struct
 import threading
-import time
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,13 +35,11 @@ def can_shape_links() -> bool:
 
 
 class Link:
-    """Carries the packets between both namespaces, which have tun devices: it can lose and delay them."""
+    """Carries the packets between both namespaces, which have tun devices: it can lose them."""
 
     def __init__(self) -> None:
         self.lost: set[int] = set()
         """Namespaces of which all that they send is lost."""
-        self.delay_s = 0.0
-        """How long each packet of the second one is on its way."""
         with ThreadPoolExecutor(1) as thread:  # to move into a namespace is a matter of one thread
             self._ends = [thread.submit(_open_tun, end).result() for end in range(2)]
         self._wake, self._is_over = os.pipe()
@@ -54,23 +50,15 @@ class Link:
         self._thread.start()
 
     def _carry(self) -> None:
-        on_the_way: deque[tuple[float, bytes]] = deque()
         while True:
-            wait_s = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
-            ready, _, _ = select.select([*self._ends, self._wake], (), (), wait_s)
+            ready, _, _ = select.select([*self._ends, self._wake], (), ())
             if self._wake in ready:
                 return
             for end in (0, 1):
                 if self._ends[end] in ready:
                     packet = os.read(self._ends[end], 65_535)
-                    if end in self.lost:
-                        continue
-                    if end == 0:
-                        os.write(self._ends[1], packet)
-                    else:
-                        on_the_way.append((time.monotonic() + self.delay_s, packet))
-            while on_the_way and on_the_way[0][0] <= time.monotonic():
-                os.write(self._ends[0], on_the_way.popleft()[1])
+                    if end not in self.lost:
+                        os.write(self._ends[1 - end], packet)
 
     def close(self) -> None:
         """Takes the devices away."""
