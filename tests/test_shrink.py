@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 from collections import Counter, defaultdict
 from datetime import timedelta
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_ranks, store_elsewhere
 from harness.ledger import EPOCHS, SAMPLES, fault, hash_of, logged_rows, require_same, train
 from torch import nn
 
@@ -220,20 +218,10 @@ def test_who_is_lost_while_it_sends_holds_up_nobody(tmp_path) -> None:
     assert {entry["step"] for entry in ledger.changes} == {3}
 
 
-STORE = """
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-input()
-"""
-
-
 def test_who_meets_the_others_again_learns_of_a_failure_where_the_store_is_gone() -> None:
     """torch tries to reach it until the store's timeout, of minutes."""
-    with subprocess.Popen([sys.executable, "-c", STORE], stdin=-1, stdout=-1, text=True) as owner:
-        store = dist.TCPStore("127.0.0.1", int(owner.stdout.readline()), timeout=timedelta(seconds=5))
-        owner.kill()
-        owner.wait()
+    with store_elsewhere() as (known, _):
+        store = dist.TCPStore("127.0.0.1", known.port, is_master=False, timeout=timedelta(seconds=2))
     control = SimpleNamespace(calls=SimpleNamespace(), interrupt=Interrupt())
     session: Any = SimpleNamespace(store=store, control=control)
     timer = threading.Timer(0.5, control.interrupt.set, [PeerFailure(rank=-1, message="it is gone")])
