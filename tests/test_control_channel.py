@@ -41,7 +41,7 @@ from lightning_ddp.supervise.protocol import (
     ProtocolError,
     SendValue,
 )
-from lightning_ddp.supervise.rank_state import Passage, RankState
+from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S, RootCauseTracker
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
@@ -359,18 +359,6 @@ def running(world_size: int, **settings: Any) -> Iterator[Run]:
         run.close()
 
 
-def test_all_ranks_learn_the_same_first_failure() -> None:
-    with running(3) as run:
-        run.connect_all()
-        run.watches[2].report(raised(2), is_echo=False)
-        assert run.server.wait_for_verdict(DEADLINE_S) is not None
-        run.watches[0].report(raised(0), is_echo=False)
-        records = [watch.wait_for_verdict(DEADLINE_S) for watch in run.watches]
-        assert [record.rank for record in records if record is not None] == [2, 2, 2]
-        assert set(run.learned) == {0, 1, 2}
-        assert run.server.first_failure == records[0]
-
-
 def test_a_rank_stalls_only_when_all_have_come() -> None:
     timeout_s = 0.4
     with running(2, stall_timeout_s=timeout_s) as run:
@@ -465,40 +453,6 @@ def test_who_asks_something_of_the_server_is_no_rank_that_is_gone() -> None:
         assert run.watches[0].wait_for_verdict(4 * EXIT_WAIT_S) is None
 
 
-def test_a_process_whose_connection_closes_is_named() -> None:
-    with running(2) as run:
-        run.connect_all()
-        run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
-        record = run.watches[0].wait_for_verdict(DEADLINE_S)
-        assert record is not None
-        assert (record.rank, record.pid) == (1, 1001)
-        assert "died without a report" in record.message
-
-
-@pytest.mark.parametrize("how", ["bye", "together", "alone"])
-def test_a_process_that_has_finished_may_end(how) -> None:
-    with running(3) as run:
-        run.connect_all()
-        if how == "bye":
-            run.watches[1].close()
-        else:
-            staying = (0, 2) if how == "together" else ()
-            others = [
-                threading.Thread(target=leave, args=(run.watches[rank], DEADLINE_S)) for rank in staying
-            ]
-            for thread in others:
-                thread.start()
-            leave(run.watches[1], DEADLINE_S if how == "together" else 0.1)
-            run.watches[1].flush()
-            run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
-            for thread in others:
-                thread.join()
-        run.watches[2].report(raised(2), is_echo=False)  # so that there is something to wait for
-        record = run.watches[0].wait_for_verdict(DEADLINE_S)
-        assert record is not None
-        assert record.rank == 2
-
-
 def test_that_all_have_ended_a_run_is_known_before_a_failure_after_it(monkeypatch) -> None:
     """Although the thread that leaves is slower than the failure."""
     with running(2) as run:
@@ -521,23 +475,6 @@ def test_that_all_have_ended_a_run_is_known_before_a_failure_after_it(monkeypatc
         first.report(raised(0), is_echo=False)
         thread.join()
         assert set(known_before) == {None}
-
-
-@pytest.mark.parametrize("how", ["fails", "dies"])
-def test_nobody_leaves_a_run_before_all_have_ended_it(how) -> None:
-    with running(2) as run:
-        run.connect_all()
-        leaving = threading.Thread(target=leave, args=(run.watches[0], DEADLINE_S))
-        leaving.start()
-        leaving.join(0.2)
-        assert leaving.is_alive()
-        if how == "fails":
-            run.watches[1].report(raised(1), is_echo=False)
-        else:  # as a rank that is still in its last hook
-            run.watches[1]._connection.shutdown(socket.SHUT_RDWR)
-        leaving.join(DEADLINE_S)
-        assert run.watches[0].failure is not None
-        assert run.watches[0].failure.rank == 1
 
 
 def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
@@ -566,30 +503,6 @@ def test_missing_ranks_are_named() -> None:
         run.connect(2)
         with pytest.raises(RendezvousError, match=r"not all ranks have arrived; connected are \[0, 2\]"):
             run.watches[0].wait_for_all(0.2, lambda: None)
-
-
-def test_a_signal_to_one_rank_stops_all_at_one_boundary() -> None:
-    with running(3) as run:
-        run.connect_all()
-        counts = [0, 0, 0]
-        go = threading.Barrier(3)
-
-        def train(rank: int) -> None:
-            go.wait()
-            while run.ranks[rank].reached_step_boundary() is Passage.GO:
-                counts[rank] += 1
-                if rank == 1 and counts[1] == 100:
-                    run.watches[1].ask(STOP)
-
-        threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
-        assert counts[1] >= 100
-        assert len(set(counts)) == 1
-        assert [rank.watch.state.stops_for for rank in run.ranks] == [STOP, STOP, STOP]
 
 
 def test_a_failure_frees_a_rank_that_is_held() -> None:
