@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("harness") / "gan_script.py"
 def train(strategy: str, folder: Path) -> list[dict[str, Any]]:
     """The results of both ranks."""
     out = folder / "results"
-    run_script(SCRIPT, ["--strategy", strategy, "--out", str(out)], cwd=folder).check()
+    run_script(SCRIPT, [strategy, str(out)], cwd=folder).check()
     return [torch.load(out.with_suffix(f".{rank}.pt")) for rank in range(2)]
 
 

@@ -2,13 +2,13 @@
 
 Run by `test_gan.py` under several strategies:
 
-    python gan_script.py --strategy custom_ddp --out results
+    python gan_script.py custom_ddp results
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -93,17 +93,14 @@ class GAN(pl.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    strategy, out = sys.argv[1], Path(sys.argv[2])
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     pl.seed_everything(11, verbose=False)
     images = torch.rand(NUM_IMAGES, NUM_PIXELS)
     model = GAN()
-    trainer_class = pl.Trainer if args.strategy.startswith("ddp") else lightning_ddp.Trainer
+    trainer_class = pl.Trainer if strategy.startswith("ddp") else lightning_ddp.Trainer
     trainer = trainer_class(
-        strategy=args.strategy,
+        strategy=strategy,
         accelerator="cpu",
         devices=2,
         max_epochs=3,
@@ -122,7 +119,7 @@ def main() -> None:
         "steps": trainer.global_step,
     }
     rank = os.environ.get("LOCAL_RANK", "0")
-    torch.save(result, args.out.with_suffix(f".{rank}.pt"))
+    torch.save(result, out.with_suffix(f".{rank}.pt"))
 
 
 if __name__ == "__main__":
