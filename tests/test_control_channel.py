@@ -139,9 +139,7 @@ def test_a_record_becomes_the_error_and_the_report() -> None:
         raise ValueError("expected 3 channels")
     except ValueError as error:
         record = FailureRecord.of_exception(
-            error,
-            Identity(rank=2, node_rank=1, host="gpu-07", pid=41),
-            Where(step=18, phase="training_step"),
+            error, Identity(rank=2, node_rank=1, host="gpu-07", pid=41), Where(step=18, phase="training_step")
         )
     again = sent(record)
     assert again == record
@@ -584,11 +582,7 @@ def test_many_ranks_cost_little(num_ranks) -> None:
         pytest.skip(f"at most {hard} open files")
     with open_files(512):  # fewer than ranks
         server = ControlServer(
-            "127.0.0.1",
-            token=TOKEN,
-            world_size=num_ranks,
-            settings=SupervisionSettings(),
-            any_interface=True,
+            "127.0.0.1", token=TOKEN, world_size=num_ranks, settings=SupervisionSettings(), any_interface=True
         )
         try:
             before = time.process_time()

@@ -39,11 +39,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     install = [python, "-m", "pip", "install", "--quiet", "--no-compile", RAY]
     subprocess.run(install, check=True, timeout=240)
     done = subprocess.run(
-        [python, SCRIPT, folder, json.dumps(ORDERS)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [python, SCRIPT, folder, json.dumps(ORDERS)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return json.loads((folder / "notes.json").read_text())

@@ -280,8 +280,7 @@ def test_a_new_process_that_comes_after_the_last_step_ends_with_code_0(launcher,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "powersgd" else pytest.mark.exhaustive) for name in HOOKS],
+    "name", [pytest.param(name, marks=() if name == "powersgd" else pytest.mark.exhaustive) for name in HOOKS]
 )
 def test_a_new_process_has_what_a_hook_shares(name, tmp_path) -> None:
     order = {"strategy": {"ddp_comm_hook": HOOKS[name]}, "optimizer": "SGD"}

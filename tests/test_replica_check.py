@@ -459,13 +459,7 @@ def random_flips(draw: random.Random, number: int) -> Iterator[list[Any]]:
     for turn in range(number):
         name = draw.choice([*sizes])
         key, bits = draw.choice((("", (31, 26)), ("exp_avg of ", (31, 26)), ("exp_avg_sq of ", (26, 24))))
-        yield [
-            draw.randrange(4),
-            10 + 250 * turn,
-            key + name,
-            draw.randrange(sizes[name]),
-            draw.choice(bits),
-        ]
+        yield [draw.randrange(4), 10 + 250 * turn, key + name, draw.randrange(sizes[name]), draw.choice(bits)]
 
 
 @pytest.mark.slow

@@ -95,8 +95,7 @@ def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "step"),
-    [("SharpnessAware", 3), pytest.param("LBFGS", 0, marks=pytest.mark.slow)],
+    ("optimizer", "step"), [("SharpnessAware", 3), pytest.param("LBFGS", 0, marks=pytest.mark.slow)]
 )
 def test_a_step_that_calls_for_several_backwards_begins_again_with_the_weights_it_had(
     optimizer, step, tmp_path
@@ -112,9 +111,7 @@ def test_a_step_that_calls_for_several_backwards_begins_again_with_the_weights_i
     assert again[0] == step
 
 
-def test_nobody_goes_on_from_the_first_step_of_such_an_optimizer_that_is_unknown(
-    tmp_path,
-) -> None:
+def test_nobody_goes_on_from_the_first_step_of_such_an_optimizer_that_is_unknown(tmp_path) -> None:
     """It is known from then on that it does."""
     order = {"devices": 2, "optimizer": "SharpnessAware", "faults": [fault(1, "second forward", 0)]}
     train(tmp_path, refusal="holds a whole state", **order)

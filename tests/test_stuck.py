@@ -239,11 +239,7 @@ def test_what_matches_passes_and_is_computed() -> None:
             future = channel.submit(lambda: channel.all_reduce(torch.ones(2)))
             assert comm.broadcast_nested(member.group, {"n": number}, 0, CPU) == {"n": number}
             assert channel.wait(future).tolist() == [3.0, 3.0]
-            assert comm.all_gather(member.group, torch.full((2,), rank)).tolist() == [
-                [0, 0],
-                [1, 1],
-                [2, 2],
-            ]
+            assert comm.all_gather(member.group, torch.full((2,), rank)).tolist() == [[0, 0], [1, 1], [2, 2]]
         member.inspector.leave()
         member.barrier("between two runs")
         member.inspector.enter("test")

@@ -318,10 +318,7 @@ class Cases:
         first = sorted(kept.best_k_models)[0]
         files = sorted(path.name for path in folder.iterdir())
         again = self.fit(
-            Regression([3, 5]),
-            ckpt_path=first,
-            callbacks=[keep(folder), Epochs()],
-            enable_checkpointing=True,
+            Regression([3, 5]), ckpt_path=first, callbacks=[keep(folder), Epochs()], enable_checkpointing=True
         )
         return {**result, "again": again, "files": files}
 
