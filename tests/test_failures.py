@@ -430,13 +430,31 @@ def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, faul
         ("late", "ValueError", {"ValueError", "PeerFailure"}),
     ],
 )
-@starts
-def test_what_all_ranks_raise_is_caught_as_what_it_is(tmp_path, fault, catches, kinds, launcher) -> None:
-    result = run_user(tmp_path, launcher=launcher, fault=fault, catches=catches)
+@pytest.mark.parametrize(
+    "launcher",
+    [(), *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in (TORCHRUN, RUN))],
+    ids=["own", "torchrun", "run"],
+)
+def test_what_all_ranks_raise_is_caught_as_what_it_is_and_the_script_fits_again(
+    tmp_path, fault, catches, kinds, launcher
+) -> None:
+    result = run_user(tmp_path, launcher=launcher, fault=fault, catches=catches, fits_again=True).check()
     notes = read_notes(tmp_path)
     assert {notes[f"caught-{rank}"]["kind"] for rank in range(2)} == kinds, result.stderr
-    assert result.returncode == 0, result.stderr
     assert "failed first" not in result.stderr
+    notes = read_notes(tmp_path / "again")
+    assert notes["trained-0"]["step"] == notes["trained-1"]["step"] == STEPS
+    assert notes["finally-0"]["weights"] == notes["finally-1"]["weights"]
+
+
+@starts
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_ends_while_the_other_fits_again_is_named(tmp_path, victim, launcher) -> None:
+    options = {"catches": "ValueError", "fits_again": True, "leaves": victim}
+    strategy = {"failure_grace_s": SHORT_S}
+    result = run_user(tmp_path, launcher=launcher, strategy=strategy, fault="exception", **options)
+    assert result.returncode == 1
+    assert not {"trained-0", "trained-1"} & read_notes(tmp_path / "again").keys()
 
 
 def hook_error() -> CommHookError:
@@ -475,30 +493,6 @@ def test_what_a_module_that_communicates_raises_may_be_an_echo(module, is_of_bac
     with pytest.raises(RuntimeError) as raised:
         exec(code)
     assert (cause_of_error(raised.value) is not Cause.OWN) == is_of_backend
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [(), *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in (TORCHRUN, RUN))],
-    ids=["own", "torchrun", "run"],
-)
-@pytest.mark.parametrize("fault", ["exception", "late"])
-def test_a_script_that_has_caught_what_all_ranks_raise_fits_again(tmp_path, fault, launcher) -> None:
-    arguments = order(tmp_path, fault=fault, catches="ValueError", fits_again=True)
-    run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S, launcher=launcher).check()
-    notes = read_notes(tmp_path / "again")
-    assert notes["trained-0"]["step"] == notes["trained-1"]["step"] == STEPS
-    assert notes["finally-0"]["weights"] == notes["finally-1"]["weights"]
-
-
-@starts
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_ends_while_the_other_fits_again_is_named(tmp_path, victim, launcher) -> None:
-    options = {"catches": "ValueError", "fits_again": True, "leaves": victim}
-    strategy = {"failure_grace_s": SHORT_S}
-    result = run_user(tmp_path, launcher=launcher, strategy=strategy, fault="exception", **options)
-    assert result.returncode == 1
-    assert not {"trained-0", "trained-1"} & read_notes(tmp_path / "again").keys()
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,11 @@ class Job:
         self.rank(place).ask(wish)
         self.say(self.member(place))
 
+    def require_over(self, *words: str) -> None:
+        assert self.state.phase is JobPhase.OVER
+        for text in words:
+            assert text in str(self.state.reason)
+
     def starts(self) -> list[tuple[int, int]]:
         """Places in which processes were to be started since this was asked last, and their numbers."""
         found = [(action.place, action.number) for action in self.done if isinstance(action, StartProcess)]
@@ -255,8 +260,7 @@ def test_too_few_ranks_end_the_run() -> None:
     job.fail(2, 5)
     assert (job.state.phase, job.members) == (JobPhase.RUNNING, (0, 1))
     job.fail(1, 9)
-    assert job.state.phase is JobPhase.OVER
-    assert job.state.reason == "1 ranks remain, fewer than min_world_size"
+    job.require_over("1 ranks remain, fewer than min_world_size")
     assert job.state.cause is not None
     assert job.state.cause.rank == 1
 
@@ -274,9 +278,7 @@ def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_ov
     job.go(4.9)
     assert job.state.phase is JobPhase.SHORT
     job.go(0.11)
-    assert job.state.phase is JobPhase.OVER
-    assert "2 ranks remain" in str(job.state.reason)
-    assert "no new ranks have joined within wait_s=5 s" in str(job.state.reason)
+    job.require_over("2 ranks remain", "no new ranks have joined within wait_s=5 s")
 
 
 EXITED, RAISED = {"exit_code": 3}, {"exception_class": "builtins:ValueError", "exit_code": None}
@@ -292,8 +294,7 @@ def test_samples_that_end_two_processes_alike_end_the_run(step, how) -> None:
     job.fail(3, 6, **how)
     assert job.state.phase is JobPhase.RUNNING
     job.fail(2, step, **how)
-    assert job.state.phase is JobPhase.OVER
-    assert f"step {step} failed twice in the same way" in str(job.state.reason)
+    job.require_over(f"step {step} failed twice in the same way")
 
 
 @pytest.mark.parametrize(
@@ -333,9 +334,7 @@ def test_recoveries_without_progress_end_the_run(distance) -> None:
     if distance == STEPS_TO_FORGET:
         assert (job.state.phase, job.state.reason) == (JobPhase.RUNNING, None)
     else:
-        assert job.state.phase is JobPhase.OVER
-        text = "more than 2 recoveries (max_recoveries) without 100 optimizer steps between them"
-        assert job.state.reason == text
+        job.require_over("more than 2 recoveries (max_recoveries) without 100 optimizer steps between them")
 
 
 @pytest.mark.parametrize(
@@ -351,8 +350,7 @@ def test_ranks_without_a_common_state_end_the_run(progress, reason) -> None:
     for place, (step, is_clean) in enumerate(progress):
         job.progress[place] = Progress(step, is_clean, is_trying=True, phase=0)
     job.lose(2)
-    assert job.state.phase is JobPhase.OVER
-    assert reason in str(job.state.reason)
+    job.require_over(reason)
 
 
 def test_a_rank_that_cannot_go_on_says_why_and_that_is_the_reason() -> None:
