@@ -267,6 +267,10 @@ def test_a_process_that_never_ends_is_ended(
     )
     is_killed = fault == "kill" or (start != "spawn" and stuck_rank == 0 and stuck != "thread")
     assert result.returncode == (-signal.SIGKILL if is_killed else 1)
+    if stuck == "expression" and start != "spawn":
+        assert time.time() - read_notes(tmp_path)[f"stuck-{stuck_rank}"]["time"] < SHORT_S + 3.0
+        assert f"lightning_ddp: rank {stuck_rank} (" in result.stderr
+        assert 're.match(r"(a+)+$", "a" * 60 + "b")' in result.stderr, "the line that holds it"
     if fault == "exception":
         assert "ValueError: expected 3 channels, got 1" in result.stderr
     if start != "spawn":

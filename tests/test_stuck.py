@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -575,67 +575,40 @@ HELD_STALL_S, HELD_GRACE_S = 4.0, 2.0
 LINES = {"sum": "sum(itertools.repeat(0))", "expression": 're.match(r"(a+)+$", "a" * 60 + "b")'}
 
 
-def held_cells(how: str) -> list[Any]:
-    """(launcher, rank, how): each rank with each launcher, the first of them in the first tier."""
-    other = next(name for name in LINES if name != how)
-    later = [((), 1, other), (RUN, 0, other), (RUN, 1, how)]
-    return [((), 0, how), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in later)]
-
-
-def check_held(
-    folder: Path,
-    launcher: Sequence[str],
-    held: int,
-    how: str,
-    limit_s: float,
-    *,
-    number: int = 0,
-    **more: Any,
-) -> str:
-    """Runs a program in which a rank holds its interpreter; returns the end of what it has printed."""
-    with start_script(SCRIPT, order(folder, stuck=how, stuck_rank=held, **more), launcher=launcher) as script:
-        stuck = wait_for_notes(script, folder, [f"stuck-{held}"])[f"stuck-{held}"]
-        if number:
-            os.kill(stuck["pid"], number)
+@pytest.mark.parametrize(
+    ("launcher", "rank", "how", "is_asked_to_stop"),
+    [
+        ((), 0, "sum", False),
+        pytest.param((), 1, "expression", False, marks=pytest.mark.slow),
+        pytest.param((), 1, "sum", True, marks=pytest.mark.slow),
+        pytest.param(RUN, 0, "expression", False, marks=pytest.mark.slow),
+        pytest.param(RUN, 1, "sum", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(
+    tmp_path, launcher, rank, how, is_asked_to_stop
+) -> None:
+    """Also where SIGTERM asks it to stop. (While another rank fails: test_failures.)"""
+    strategy = {"stall_timeout": HELD_STALL_S, "failure_grace_s": HELD_GRACE_S}
+    arguments = order(tmp_path, stuck=how, stuck_rank=rank, strategy=strategy)
+    with start_script(SCRIPT, arguments, launcher=launcher) as script:
+        stuck = wait_for_notes(script, tmp_path, [f"stuck-{rank}"])[f"stuck-{rank}"]
+        if is_asked_to_stop:
+            os.kill(stuck["pid"], signal.SIGTERM)
         result = script.wait(TIMEOUT_S)  # and nothing is left
         took_s = time.time() - stuck["time"]
     assert result.returncode != 0
-    assert took_s < limit_s + 3.0, result.stderr
+    assert took_s < HELD_STALL_S + HELD_GRACE_S + 3.0, result.stderr
     end = result.stderr[-4000:]
-    assert f"lightning_ddp: rank {held} (" in end, result.stderr
+    assert f"lightning_ddp: rank {rank} (" in end, result.stderr
     assert LINES[how] in end, result.stderr
-    return end
-
-
-@pytest.mark.parametrize(("launcher", "rank", "how"), held_cells("sum"))
-def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(tmp_path, launcher, rank, how) -> None:
-    strategy = {"stall_timeout": HELD_STALL_S, "failure_grace_s": HELD_GRACE_S}
-    end = check_held(tmp_path, launcher, rank, how, HELD_STALL_S + HELD_GRACE_S, strategy=strategy)
-    report = end.rpartition("lightning_ddp: ")[2]
-    assert report.startswith(f"rank {rank} (node 0, host "), end
-    assert "the process has not answered for 4 s: " in report
-    assert (LINES[how] if how == "sum" else "return _compile(pattern, flags).match(string)") in report[-4000:]
-    seen = read_notes(tmp_path)[f"on_exception-{1 - rank}"]
-    assert (seen["kind"], seen["rank"]) == ("PeerFailure", rank)
-
-
-@pytest.mark.slow
-def test_sigterm_to_a_rank_that_holds_its_interpreter_ends_all(tmp_path) -> None:
-    strategy = {"stall_timeout": HELD_STALL_S, "failure_grace_s": HELD_GRACE_S}
-    limit_s = HELD_STALL_S + HELD_GRACE_S
-    check_held(tmp_path, (), 1, "sum", limit_s, number=signal.SIGTERM, strategy=strategy)
-
-
-@pytest.mark.parametrize(("launcher", "rank", "how"), held_cells("expression"))
-def test_a_rank_that_holds_its_interpreter_while_another_fails_is_ended(
-    tmp_path, launcher, rank, how
-) -> None:
-    strategy = {"failure_grace_s": HELD_GRACE_S}
-    fault = {"fault": "exception", "rank": 1 - rank}
-    end = check_held(tmp_path, launcher, rank, how, HELD_GRACE_S, strategy=strategy, **fault)
-    report = end.rpartition("lightning_ddp: ")[2]
-    assert report.startswith(f"rank {1 - rank} (node 0, host "), end
-    assert report.rstrip().endswith("ValueError: expected 3 channels, got 1")
+    if not is_asked_to_stop:
+        report = end.rpartition("lightning_ddp: ")[2]
+        assert report.startswith(f"rank {rank} (node 0, host "), end
+        assert "the process has not answered for 4 s: " in report
+        assert (LINES[how] if how == "sum" else "return _compile(pattern, flags).match(string)") in report
+        seen = read_notes(tmp_path)[f"on_exception-{1 - rank}"]
+        assert (seen["kind"], seen["rank"]) == ("PeerFailure", rank)
 
 
 @pytest.mark.parametrize(
