@@ -30,6 +30,7 @@ from user_script import order, read_notes, wait_for_notes
 HEARTBEAT_S = 4.0
 """Where it is what finds out; else the default: a busy machine may let a process rest for long."""
 END_S = HEARTBEAT_S + 60  # 5 s is what is promised; a busy machine takes longer to end an interpreter
+UNDER_RUN = {"launcher": RUN}
 SHORT_HEARTBEAT = pytest.mark.parametrize(
     "nodes", [{"heartbeat_timeout_s": HEARTBEAT_S}], ids=[""], indirect=True
 )
@@ -92,35 +93,25 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
 @pytest.mark.parametrize(
     ("nodes", "rank"),
     [
-        pytest.param({}, 3, id="python"),
-        *(pytest.param({"launcher": RUN}, rank, marks=pytest.mark.slow, id=f"run-{rank}") for rank in (0, 3)),
+        pytest.param({}, 2, id="python-2"),
+        pytest.param({}, 3, id="python-3"),
+        *(pytest.param(UNDER_RUN, rank, marks=pytest.mark.slow, id=f"run-{rank}") for rank in (0, 2, 3)),
     ],
     indirect=["nodes"],
 )
 def test_a_process_killed_on_either_node_ends_both(nodes, rank) -> None:
-    """Under `run` rank 0 as well, which does not host the control server."""
+    """Rank 2 is the first process of its node, whose end nobody who is left has waited for."""
     os.kill(nodes.pids[rank], signal.SIGKILL)
-    for node in range(2):
-        report = nodes.end(node).stderr.rpartition("lightning_ddp: ")[2]
-        assert report.startswith(f"rank {rank} (node {rank // 2}")
+    reports = [nodes.end(node).stderr.rpartition("lightning_ddp: ")[2] for node in range(2)]
     seen = nodes.on_exception()
-    left = set(range(4)) - {rank}
-    assert {r: (seen[r]["rank"], seen[r]["exit_code"]) for r in left} == dict.fromkeys(left, (rank, -9))
-
-
-@pytest.mark.parametrize(
-    "nodes",
-    [pytest.param({}, id="python"), pytest.param({"launcher": RUN}, marks=pytest.mark.slow, id="run")],
-    indirect=True,
-)
-def test_the_second_node_s_launcher_killed_ends_both(nodes) -> None:
-    os.kill(nodes.pids[2], signal.SIGKILL)  # rank 2 is the launching process of node 1
-    for node in range(2):
-        nodes.end(node)
-    seen = nodes.on_exception()
-    for rank in (0, 1, 3):
-        assert seen[rank]["rank"] == 2
-        assert "died without a report" in seen[rank]["message"]
+    for other in set(range(4)) - {rank}:
+        assert seen[other]["rank"] == rank
+        if rank == 2:
+            assert "died without a report" in seen[other]["message"]
+        else:
+            assert seen[other]["exit_code"] == -signal.SIGKILL
+    if rank != 2:
+        assert all(report.startswith(f"rank {rank} (node {rank // 2}") for report in reports)
 
 
 @SHORT_HEARTBEAT
