@@ -294,45 +294,36 @@ def test_between_two_runs_nothing_holds_the_process_and_sigterm_is_the_scripts_o
     assert result.stdout.count("the script's handler has heard [15]") == 1, result.stdout
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_failure_between_two_runs_is_heard_of_at_once(victim) -> None:
-    result = run_script(BETWEEN_RUNS, [str(victim), "SIGKILL", "wait"], timeout_s=DEADLINE_S)
-    assert f"heard meanwhile: {victim}" in result.stdout, result.stderr
-
-
 @pytest.mark.parametrize(
-    ("victim", "how", "has_more", "words"),
+    ("victim", "how", "then", "words"),
     [
-        (0, "raise", True, "ValueError: no such column: 'age'"),
-        (1, "SIGKILL", False, "the process was killed by SIGKILL"),
+        (0, "raise", "more", "ValueError: no such column: 'age'"),
+        (0, "raise", "slow", "ValueError: no such column: 'age'"),
+        (1, "SIGKILL", "end", "the process was killed by SIGKILL"),
+        (1, "SIGKILL", "wait", "the process was killed by SIGKILL"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (0, "SIGTERM", True, GONE),
-                (0, "leave", True, GONE),
-                (1, "raise", False, "the process exited with code 1"),
-                (1, "leave", True, "the process exited with code 3"),
+                (0, "SIGKILL", "wait", GONE),
+                (0, "leave", "more", GONE),
+                (1, "raise", "end", "the process exited with code 1"),
+                (1, "leave", "more", "the process exited with code 3"),
             )
         ),
     ],
 )
-def test_who_fails_between_two_runs_is_named(victim, how, has_more, words) -> None:
-    """At the beginning of the next one, or at the end of the launching process."""
-    check_between_runs(victim, how, "more" if has_more else "end", words)
+def test_who_fails_between_two_runs_is_named(victim, how, then, words) -> None:
+    """At the beginning of the next one, or at the end of the launching process; who waits hears at once.
 
-
-def test_a_rank_that_is_slow_to_leave_a_run_has_left_it_once_all_have_ended_it() -> None:
-    """It learns of what another rank does after that in its next run."""
-    check_between_runs(0, "raise", "slow", "ValueError: no such column: 'age'")
-
-
-def check_between_runs(victim: int, how: str, then: str, words: str) -> None:
-    arguments = [str(victim), how, then]
-    result = run_script(BETWEEN_RUNS, arguments, timeout_s=DEADLINE_S)
+    A rank that is slow to leave a run has left it once all have ended it: it learns of this in its next run.
+    """
+    result = run_script(BETWEEN_RUNS, [str(victim), how, then], timeout_s=DEADLINE_S)
     context = f"{result.stdout}\n{result.stderr}"
     assert f"rank {1 - victim}, validated: as before" in result.stdout, context
     if then != "end":
         assert f"heard rank {victim} (host " in result.stdout, context
+    if then == "wait":
+        assert f"heard meanwhile: {victim}" in result.stdout, context
     assert result.stdout.count("ended well") == (then == "end"), context
     if victim == 0 and how != "raise":
         assert result.returncode == (3 if how == "leave" else -signal.Signals[how]), context
