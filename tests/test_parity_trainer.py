@@ -22,6 +22,7 @@ ALL_CASES = [
     "clip",
     "bf16",
     "manual",
+    "toggled",
     "manual_accumulate",
     "compiled",
     "two_epochs",

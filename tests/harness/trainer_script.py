@@ -103,6 +103,18 @@ class TwoOptimizers(Classifier):
         )
 
 
+class Toggled(TwoOptimizers):
+    """As those of a GAN: in each backward the parameters of the other one require no gradient."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss(batch) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
 class Accumulating(Classifier):
     """Manual optimisation with two micro-batches a step; gradients of the first stay on their rank."""
 
@@ -128,6 +140,7 @@ PLAIN: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "clip": (Classifier, {"gradient_clip_val": 0.05}),
     "bf16": (Classifier, {"precision": "bf16-mixed"}),
     "manual": (TwoOptimizers, {}),
+    "toggled": (Toggled, {}),
     "manual_accumulate": (Accumulating, {}),
 }
 """Name -> model, options of the Trainer."""
@@ -203,6 +216,8 @@ def main() -> None:
         pl.seed_everything(7, verbose=False)
         if name in PLAIN:
             kind, options = PLAIN[name]
+            if kind is Toggled and strategy == "ddp":  # ours needs no search
+                options = {"strategy": "ddp_find_unused_parameters_true"}
             model = kind(name)
             cases.fit(model, **options)
             results[name] = {"state": model.state_dict()}
