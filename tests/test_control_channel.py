@@ -367,9 +367,7 @@ def test_a_rank_stalls_only_when_all_have_come() -> None:
             assert time.monotonic() < begun_at + DEADLINE_S
         assert run.server.first_failure is None
         run.connect(1)
-        record = first.wait_for_verdict(DEADLINE_S)
-        assert record is not None
-        assert "no progress within stall_timeout=0.4 s" in record.message
+        assert "no progress within stall_timeout=0.4 s" in verdict_of(first).message
 
 
 @pytest.mark.parametrize(("timeout_s", "num_ranks"), [(20.0, 4), (20.0, 16_384), (0.4, 2)])
@@ -399,9 +397,15 @@ def test_a_rank_that_has_never_said_what_it_does_is_found() -> None:
     with running(2, stall_timeout_s=0.4) as run, connected(run) as mute:
         talks = run.connect(0)
         mute.sendall(hello(1))
-        record = talks.wait_for_verdict(DEADLINE_S)
-        assert record is not None
+        record = verdict_of(talks)
         assert (record.rank, record.message[:37]) == (1, "the process has not answered for 0.4 ")
+
+
+def verdict_of(watch: ControlClient) -> FailureRecord:
+    """The first failure, which comes."""
+    record = watch.wait_for_verdict(DEADLINE_S)
+    assert record is not None
+    return record
 
 
 @contextmanager
@@ -435,8 +439,7 @@ def test_a_rank_that_is_gone_between_two_runs_is_a_failure_of_the_next() -> None
         assert run.watches[1].wait_for_verdict(DEADLINE_S)  # its end is read, of both sides
         assert run.watches[0].wait_for_verdict(4 * EXIT_WAIT_S) is None
         run.watches[0].update(lambda state: state.begin_run("test"))
-        record = run.watches[0].wait_for_verdict(DEADLINE_S)
-        assert record is not None
+        record = verdict_of(run.watches[0])
         assert (record.rank, record.message[:16]) == (1, "the process died")
 
 
@@ -489,8 +492,7 @@ def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
         run.connect_all()
         for peer in list(run.server._connections.peers):
             peer.connection.shutdown(socket.SHUT_RDWR)
-        record = run.watches[1].wait_for_verdict(DEADLINE_S)
-        assert record is not None
+        record = verdict_of(run.watches[1])
         assert record.rank == 0
         run.server._control._verdict.first = record  # it has lost everybody: not what this test is about
 
@@ -635,9 +637,7 @@ def test_a_stranger_is_hung_up_on_and_changes_nothing(kind) -> None:
                 stranger.close()  # hung up on in the middle of what it sent
         assert run.server.first_failure is None
         run.watches[1].report(raised(1), is_echo=False)
-        record = run.watches[0].wait_for_verdict(DEADLINE_S)
-        assert record is not None
-        assert record.rank == 1
+        assert verdict_of(run.watches[0]).rank == 1
 
 
 def test_a_process_of_another_version_is_told_so_and_refused() -> None:
@@ -752,9 +752,7 @@ def test_whatever_a_process_says_at_whatever_time_no_thread_of_the_others_dies(k
         assert [watch._thread.is_alive() for watch in run.watches] == [True] * 2
         run.watches[0].report(raised(0), is_echo=False)
         for watch in run.watches:
-            record = watch.wait_for_verdict(DEADLINE_S)
-            assert record is not None
-            assert "control channel" not in record.message
+            assert "control channel" not in verdict_of(watch).message
 
 
 def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence() -> None:
@@ -762,9 +760,7 @@ def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence
         run.connect_all()
         (peer,) = run.server._connections.peers
         peer.connection.sendall(frame({"kind": "order"}))
-        record = run.watches[0].wait_for_verdict(DEADLINE_S)
-        assert record is not None
-        assert record.message == "control channel: ProtocolError: order has no number"
+        assert verdict_of(run.watches[0]).message == "control channel: ProtocolError: order has no number"
 
 
 def test_texts_of_failures_do_not_control_the_terminal() -> None:
