@@ -113,20 +113,31 @@ def play(
 # ---------------------------------------------------------------------- a deadline passes
 
 
-def test_a_barrier_that_misses_its_deadline_names_the_missing_rank_and_where_it_is() -> None:
+def play_without(
+    absent: int, world_size: int, wait: Callable[[Member], Any], prepare: Callable[[Member], Any]
+) -> list[BaseException | None]:
+    """One rank does not come, once it has prepared something; the others wait until their deadline."""
     seen = threading.Event()
 
     def part(member: Member, rank: int) -> None:
-        if rank == 2:
-            member.phase, member.step = "validation", 121
+        if rank == absent:
+            kept = prepare(member)
             assert seen.wait(DEADLINE_S)
+            del kept
             return
         try:
-            member.barrier("val_end")
+            wait(member)
         finally:
             seen.set()
 
-    first, second, third = play(part, 3, deadline_s=0.4)
+    return play(part, world_size, deadline_s=0.4)
+
+
+def test_a_barrier_that_misses_its_deadline_names_the_missing_rank_and_where_it_is() -> None:
+    def prepare(member: Member) -> None:
+        member.phase, member.step = "validation", 121
+
+    first, second, third = play_without(2, 3, lambda member: member.barrier("val_end"), prepare)
     assert third is None
     error = next(e for e in (first, second) if isinstance(e, CollectiveTimeoutError))
     assert error.missing == (2,)
@@ -163,20 +174,11 @@ def test_a_rank_that_skips_a_collective_or_calls_another_one_is_told_apart() -> 
 
 
 def test_a_rank_that_has_finished_fit_is_named() -> None:
-    seen = threading.Event()
+    def prepare(member: Member) -> None:
+        member.phase = None
+        member.inspector.leave()
 
-    def part(member: Member, rank: int) -> None:
-        if rank == 1:
-            member.phase = None
-            member.inspector.leave()
-            assert seen.wait(DEADLINE_S)
-            return
-        try:
-            member.barrier("epoch_end")
-        finally:
-            seen.set()
-
-    error, _ = play(part, 2, deadline_s=0.4)
+    error, _ = play_without(1, 2, lambda member: member.barrier("epoch_end"), prepare)
     assert "; rank 1 has finished fit at step 120" in str(error)
 
 
@@ -202,20 +204,11 @@ def test_a_rank_that_waits_for_one_that_has_come_to_the_end_is_told(monkeypatch)
 
 
 def test_a_hooks_own_thread_that_waits_is_seen() -> None:
-    seen = threading.Event()
-
-    def part(member: Member, rank: int) -> None:
+    def wait(member: Member) -> None:
         channel = Channel(member.group, CPU)
-        flat = torch.ones(8)
-        if rank == 1:
-            assert seen.wait(DEADLINE_S)
-            return
-        try:
-            channel.wait(channel.submit(lambda: channel.all_gather(flat)))
-        finally:
-            seen.set()
+        channel.wait(channel.submit(lambda: channel.all_gather(torch.ones(8))))
 
-    error, _ = play(part, 2, deadline_s=0.4)
+    error, _ = play_without(1, 2, wait, lambda member: Channel(member.group, CPU))
     assert isinstance(error, CollectiveTimeoutError)
     assert error.missing == (1,)
     assert "all_gather has not ended" in str(error) or "communication hook has not ended" in str(error)
@@ -326,21 +319,10 @@ def test_a_rank_that_finishes_its_run_leaves_nobody_waiting_for_it() -> None:
     )
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_the_reducers_buckets_are_compared_by_name() -> None:
     def part(member: Member, rank: int) -> None:
         model = BucketedDDP(
-            Branches(),
+            nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))),
             process_group=member.group.process_group,
             bucket_cap_mb=0.0001,
             interrupt=member.interrupt,
