@@ -93,9 +93,8 @@ def a_node(variables: Callable[[int], dict[str, str]], launcher: tuple[str, ...]
     return lambda node: [variables(node)], lambda _: launcher, trainer
 
 
+# by hand: `test_nodes`, a launcher on each node
 WAYS: dict[str, Way] = {
-    "by hand": a_node(by_hand, (), **BOTH),
-    "run": a_node(by_hand, RUN, **BOTH),
     "torchrun": (lambda _: [{}], torchrun, BOTH),
     "srun, a task a device": (lambda node: [slurm(node, rank) for rank in (0, 1)], lambda _: (), BOTH),
     "srun, a task a node": a_node(slurm, RUN, devices=2),

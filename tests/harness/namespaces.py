@@ -8,8 +8,9 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -81,47 +82,38 @@ def _open_tun(end: int) -> int:
 @contextlib.contextmanager
 def two_namespaces_with_link() -> Iterator[Link]:
     """As `two_namespaces`, with a link that the test has in its hand."""
-    link = None
-    try:
+    with _namespaces_with(Link) as link:
+        link.start()
         try:
-            _make_namespaces()
-            link = Link()
-            _set_addresses()
-            link.start()
-        except (OSError, ToolError) as error:
-            pytest.skip(f"no network namespaces with tun devices here: {error}")
-        yield link
-    finally:
-        if link is not None:
+            yield link
+        finally:
             link.close()
-        _remove()
 
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[None]:
     """Makes both and the link; skips the test, with the reason, where that is not permitted."""
-    try:
-        _make()
-    except (OSError, ToolError) as error:
-        _remove()
-        pytest.skip(f"no network namespaces here: {error}")
-    try:
-        yield
-    finally:
-        _remove()
-
-
-def _make() -> None:
-    _make_namespaces()
     first = ["link", "add", INTERFACES[0], "netns", NAMESPACES[0], "type", "veth"]
-    ip(*first, "peer", INTERFACES[1], "netns", NAMESPACES[1])
-    _set_addresses()
+    with _namespaces_with(lambda: ip(*first, "peer", INTERFACES[1], "netns", NAMESPACES[1])):
+        yield
 
 
-def _make_namespaces() -> None:
-    for name in NAMESPACES:
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
+@contextlib.contextmanager
+def _namespaces_with(join: Callable[[], Any]) -> Iterator[Any]:
+    try:
+        try:
+            for name in NAMESPACES:
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            joined = join()
+            _set_addresses()
+        except (OSError, ToolError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield joined
+    finally:
+        for name in NAMESPACES:
+            with contextlib.suppress(ToolError):
+                ip("netns", "del", name)
 
 
 def _set_addresses() -> None:
@@ -130,9 +122,3 @@ def _set_addresses() -> None:
         with contextlib.suppress(ToolError):  # a kernel without IPv6
             ip("-n", name, "addr", "add", f"{addresses[1]}/64", "dev", interface, "nodad")
         ip("-n", name, "link", "set", interface, "up")
-
-
-def _remove() -> None:
-    for name in NAMESPACES:
-        with contextlib.suppress(ToolError):
-            ip("netns", "del", name)
