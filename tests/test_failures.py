@@ -68,7 +68,7 @@ SOON_S = 30.0
 """Until a survivor knows. On an idle machine it takes a tenth of a second; a busy one may take longer."""
 SHORT_S = 2.0
 """What a process gets to end where one does not."""
-STALL_S = 5.0
+STALL_S = 4.0
 """Above what a busy machine keeps a process waiting for."""
 EXIT_CODES = {"exit": 3, "kill": -9, "segv": -11}
 EXCEPTIONS = {"exception": "ValueError", "memory": "MemoryError"}

@@ -96,7 +96,6 @@ def require_two_nodes(notes: dict[int, Note], weights: list[float]) -> None:
 def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node, tmp_path, launcher) -> None:
     nodes = [
         Node(
-            fresh=True,
             launcher=launcher,
             namespace=NAMESPACES[node],
             env={"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(node)},
