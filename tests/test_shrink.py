@@ -51,6 +51,93 @@ HOOKS = {
 }
 
 
+CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a scale that overflows": ({"overflows": 2}, {}),
+    "accumulation, EMA, checkpoints, workers": (
+        {
+            "callbacks": True,
+            "validates": True,
+            "loader": {"num_workers": 1, "persistent_workers": True},
+            "trainer": {"accumulate_grad_batches": 2},
+            "scheduler": ["ReduceLROnPlateau", {"patience": 0, "threshold": 100.0}],
+        },
+        {"window": 2, "rates": "any"},
+    ),
+    "max_steps and val_check_interval": (
+        {
+            "validates": True,
+            "estimates": True,
+            "trainer": {"max_steps": 6, "val_check_interval": 3},
+            "scheduler": ["OneCycleLR", {"max_lr": 0.1, "total_steps": 6}],
+        },
+        {"rates": "any", "is_whole": False},
+    ),
+    "limit_train_batches": ({"trainer": {"limit_train_batches": 5}}, {"is_whole": False}),
+    "new loaders, each epoch, of a sampler that draws": (
+        {"draws": True, "hooks": True, "trainer": {"reload_dataloaders_every_n_epochs": 1}},
+        {},
+    ),
+}
+
+
+EXCEPTIONS = {"on_failure": {"name": "shrink", "exceptions": True}}
+LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # gloo wakes no thread that waits for the rest of a message, and a group waits for its threads
+    "while it sends": (fault(2, "forward", 3), {"sends": 3, "strategy": {"transport": "gloo"}}),
+    # some when the optimizer has moved the weights already
+    "in a second backward": (fault(1, "second forward", 3), {"optimizer": "SharpnessAware"}),
+    "in a second backward of the first step": (fault(1, "second forward", 0), {"optimizer": "LBFGS"}),
+    "with code 0": (fault(2, "forward", 3, how="exit"), {}),
+    "stopped": (fault(2, "forward", 3, how="stop"), {"stall_s": 5.0}),
+    "by an exception": (fault(2, "forward", 3, how="raise"), {"strategy": EXCEPTIONS}),
+    "by an exception in validation": (
+        fault(2, "validation", 8, how="raise"),
+        {"validates": True, "strategy": EXCEPTIONS},
+    ),
+    **{
+        moment: (fault(2, moment, 0), {"hooks": True})
+        for moment in ("fit start", "train start", "val dataloader")
+    },
+    **{
+        f"with hook {name}": (
+            fault(2, ("last bucket", "between buckets", "before the first bucket")[number % 3], 3),
+            {"strategy": {"ddp_comm_hook": hook}, "optimizer": "SGD"},
+        )
+        for number, (name, hook) in enumerate(HOOKS.items())
+    },
+    **{
+        cell: (fault(1, ("between buckets", "optimizer")[number % 2], 2), order)
+        for number, (cell, (order, _)) in enumerate(CELLS.items())
+    },
+}
+"""How one of three ranks is lost, and what else the order says."""
+IN_FIRST_TIER = ("while it sends", "in a second backward")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how in IN_FIRST_TIER else pytest.mark.slow) for how in LOST]
+)
+def test_the_others_go_on_without_a_rank_that_is_lost(how, tmp_path) -> None:
+    lost, order = LOST[how]
+    _, checks = CELLS.get(how, ({}, {}))
+    ledger = train(tmp_path, devices=3, faults=[lost], **order)
+    ledger.check([place for place in range(3) if place != lost["place"]], **checks)
+    assert {tuple(entry["sizes"]) for entry in ledger.changes} == {(3, 2)}
+    num_steps = len(ledger.by_step())
+    if lost["step"] == 0 or lost["moment"] == "second forward" or "sends" in order:
+        assert {entry["step"] for entry in ledger.changes} == {lost["step"]}
+    if lost["moment"] == "second forward":
+        again = [entry["step"] for entry in ledger.of("tries", 0) if entry["generation"] == 1]
+        assert again[0] == lost["step"], "it begins with the weights it had"
+    if lost.get("how") == "raise":
+        assert all("ValueError: a picture is broken" in entry["cause"] for entry in ledger.changes)
+    if "callbacks" in order:
+        saved = [tmp_path / f"step={step}.ckpt" for step in range(2, num_steps + 1, 2)]
+        assert sorted(tmp_path.glob("*.ckpt")) == sorted(saved)
+    if not checks.get("is_whole", True):
+        assert num_steps == (6 if "max_steps" in how else 2 * 5)
+
+
 @pytest.mark.parametrize("fits", ["again", pytest.param("with another Trainer", marks=pytest.mark.slow)])
 def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_begins(fits, tmp_path) -> None:
     order = {"devices": 3, "faults": [fault(1, "forward", 3)], "tests": True, "fits": fits, "logs": True}
@@ -94,23 +181,6 @@ def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_pa
         assert len(ends) <= 2 + (moment == "epoch end")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "step"), [("SharpnessAware", 3), pytest.param("LBFGS", 0, marks=pytest.mark.slow)]
-)
-def test_a_step_that_calls_for_several_backwards_begins_again_with_the_weights_it_had(
-    optimizer, step, tmp_path
-) -> None:
-    """Some are lost when the optimizer has moved the weights already."""
-    order = {"devices": 3, "optimizer": optimizer, "faults": [fault(1, "second forward", step)]}
-    ledger = train(tmp_path, **order)
-    ledger.check([0, 2])
-    assert {(tuple(entry["sizes"]), entry["step"]) for entry in ledger.changes} == {((3, 2), step)}
-    again = [
-        entry["step"] for entry in ledger.of("tries") if entry["place"] == 0 and entry["generation"] == 1
-    ]
-    assert again[0] == step
-
-
 def test_nobody_goes_on_from_the_first_step_of_such_an_optimizer_that_is_unknown(tmp_path) -> None:
     """It is known from then on that it does."""
     order = {"devices": 2, "optimizer": "SharpnessAware", "faults": [fault(1, "second forward", 0)]}
@@ -138,27 +208,11 @@ def test_the_process_that_waits_for_its_ranks_gets_what_the_lowest_of_those_left
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["fit start", "train start", "val dataloader"])
-def test_a_rank_may_be_lost_before_the_first_step_as_well(moment, tmp_path) -> None:
-    trainer = {"num_sanity_val_steps": 0}
-    ledger = train(tmp_path, devices=3, hooks=True, trainer=trainer, faults=[fault(2, moment, 0)])
-    ledger.check([0, 1])
-    assert {(tuple(entry["sizes"]), entry["step"]) for entry in ledger.changes} == {((3, 2), 0)}
-
-
-@pytest.mark.slow
 def test_hooks_that_may_not_be_called_twice_end_the_run_where_they_wait_for_a_lost_rank(tmp_path) -> None:
     text = "cannot continue: "
     ledger = train(tmp_path, text, devices=3, agrees=True, faults=[fault(2, "train start", 0)])
     assert len(ledger.of("starts")) == 3
     assert ledger.commits == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit", "stop"])
-def test_a_process_that_ends_with_code_0_or_is_stopped_is_lost_as_well(how, tmp_path) -> None:
-    ledger = train(tmp_path, devices=3, faults=[fault(2, "forward", 3, how=how)], stall_s=5.0)
-    ledger.check([0, 1])
 
 
 @pytest.mark.slow
@@ -207,14 +261,6 @@ def test_a_process_group_that_was_kept_from_before_is_refused(keeps, tmp_path) -
     assert any("was created before ranks were lost" in entry["text"] for entry in ledger.of("excepts"))
 
 
-def test_who_is_lost_while_it_sends_holds_up_nobody(tmp_path) -> None:
-    """gloo wakes no thread that waits for the rest of a message, and a group waits for its threads."""
-    order = {"devices": 3, "sends": 3, "faults": [fault(2, "forward", 3)]}
-    ledger = train(tmp_path, strategy={"transport": "gloo"}, **order)
-    ledger.check([0, 1])
-    assert {entry["step"] for entry in ledger.changes} == {3}
-
-
 def test_who_meets_the_others_again_learns_of_a_failure_where_the_store_is_gone() -> None:
     """torch tries to reach it until the store's timeout, of minutes."""
     with store_elsewhere() as (known, _):
@@ -253,17 +299,6 @@ def test_samples_that_end_whoever_reads_them_end_the_run(how, where, step, tmp_p
     poison = {"poison": int(order[3 * 16 + where]), "poison is": how}
     train(tmp_path, f"step {step} failed twice in the same way", strategy=limits, **poison)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"emergency-step={step}.ckpt"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["forward", "validation"])
-def test_a_rank_whose_code_raises_is_left_behind_where_that_is_allowed(moment, tmp_path) -> None:
-    step = 8 if moment == "validation" else 3
-    strategy = {"on_failure": {"name": "shrink", "exceptions": True}}
-    order = {"devices": 3, "validates": True, "strategy": strategy}
-    ledger = train(tmp_path, faults=[fault(2, moment, step, how="raise")], **order)
-    ledger.check([0, 1])
-    assert all("ValueError: a picture is broken" in entry["cause"] for entry in ledger.changes)
 
 
 @pytest.mark.slow
@@ -312,60 +347,6 @@ def test_kills_in_the_last_bucket_show_both_ways_to_go_on(tmp_path) -> None:
                 ways[change["step"] > step] += 1
             delay_s *= 0.8 if is_late or change["step"] > step else 1.4
         number += 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_remembers_of_a_lost_step_nothing(name, tmp_path) -> None:
-    moments = ("last bucket", "between buckets", "before the first bucket")
-    moment = moments[list(HOOKS).index(name) % 3]
-    order = {"strategy": {"ddp_comm_hook": HOOKS[name]}, "optimizer": "SGD"}
-    train(tmp_path, devices=3, faults=[fault(2, moment, 3)], **order).check([0, 1])
-
-
-CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a scale that overflows": ({"overflows": 2}, {}),
-    "accumulation, EMA, checkpoints, workers": (
-        {
-            "callbacks": True,
-            "validates": True,
-            "loader": {"num_workers": 1, "persistent_workers": True},
-            "trainer": {"accumulate_grad_batches": 2},
-            "scheduler": ["ReduceLROnPlateau", {"patience": 0, "threshold": 100.0}],
-        },
-        {"window": 2, "rates": "any"},
-    ),
-    "max_steps and val_check_interval": (
-        {
-            "validates": True,
-            "estimates": True,
-            "trainer": {"max_steps": 6, "val_check_interval": 3},
-            "scheduler": ["OneCycleLR", {"max_lr": 0.1, "total_steps": 6}],
-        },
-        {"rates": "any", "is_whole": False},
-    ),
-    "limit_train_batches": ({"trainer": {"limit_train_batches": 5}}, {"is_whole": False}),
-    "new loaders, each epoch, of a sampler that draws": (
-        {"draws": True, "hooks": True, "trainer": {"reload_dataloaders_every_n_epochs": 1}},
-        {},
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
-def test_what_lightning_has_beside_a_step_goes_on_as_well(cell, tmp_path) -> None:
-    order, checks = CELLS[cell]
-    moment = "between buckets" if list(CELLS).index(cell) % 2 == 0 else "optimizer"
-    ledger = train(tmp_path, devices=3, faults=[fault(1, moment, 2)], **order)
-    ledger.check([0, 2], **checks)
-    num_steps = len(ledger.by_step())
-    if "callbacks" in order:
-        assert sorted(tmp_path.glob("*.ckpt")) == sorted(
-            tmp_path / f"step={step}.ckpt" for step in range(2, num_steps + 1, 2)
-        )
-    if not checks.get("is_whole", True):
-        assert num_steps == (6 if "max_steps" in cell else 2 * 5)
 
 
 @pytest.mark.slow
