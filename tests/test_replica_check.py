@@ -429,7 +429,7 @@ def random_flips(draw: random.Random, number: int) -> Iterator[list[Any]]:
 
 @pytest.mark.slow
 def test_all_ranks_are_equal_after_each_of_many_flips(tmp_path: Path) -> None:
-    heals(tmp_path, list(random_flips(random.Random(1), 8)), devices=4)
+    heals(tmp_path, list(random_flips(random.Random(1), 5)), devices=4)
 
 
 def test_a_backbone_that_joins_training_is_not_averaged_and_the_report_says_so(tmp_path: Path) -> None:
