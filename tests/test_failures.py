@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import user_script
-from harness import RUN, ScriptResult, last_screen, run_script, start_script
+from harness import RUN, TRAINS, ScriptResult, last_screen, run_script, start_script
 from test_hydra import starts
 from user_script import ALL, STEPS, order, read_notes, wait_for_notes
 
@@ -587,12 +587,7 @@ def test_the_alarm_of_the_end_waits_a_second_and_is_over_with_the_run() -> None:
         assert len(aborted) == 1
 
 
-HANDLER_RAISES = """
-import os, signal, sys
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
+HANDLER_RAISES = f"""{TRAINS}
 def raise_once(number, frame):
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     raise RuntimeError("a worker was killed")
@@ -611,10 +606,7 @@ class Model(BoringModel):
             raise ValueError("bad sample")
         return super().training_step(batch, batch_idx)
 
-pl.Trainer(
-    strategy=lightning_ddp.CustomDDPStrategy(failure_grace_s=20.0), accelerator="cpu", devices=2,
-    max_epochs=1, limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-).fit(Model())
+trainer(lightning_ddp.CustomDDPStrategy(failure_grace_s=20.0), max_epochs=1).fit(Model())
 """
 
 

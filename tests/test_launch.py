@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import user_script
-from harness import RUN, ScriptResult, free_port, run_script, start_script
+from harness import RUN, TRAINS, ScriptResult, free_port, run_script, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
@@ -226,19 +226,6 @@ def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, numbe
     assert f"the process was killed by {number.name}" in report, result.stderr
 
 
-TRAINS = """
-import gc, os, signal, sys, threading, time, weakref
-import pytorch_lightning as pl, torch
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-quiet = dict.fromkeys(names, False)
-
-def trainer(strategy="custom_ddp", devices=2, **more):
-    options = {"limit_val_batches": 0, **quiet, **more}
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
-"""
 BETWEEN_RUNS = f"""{TRAINS}
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.job_context import job_context

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import user_script
-from harness import RUN, run_script, run_threads, start_script
+from harness import RUN, TRAINS, run_script, run_threads, start_script
 from torch import nn
 from user_script import order, read_notes, wait_for_notes
 
@@ -610,15 +610,11 @@ def test_who_failed_is_told_last_where_a_survivor_holds_its_interpreter(tmp_path
     assert report.rstrip().endswith("ValueError: expected 3 channels, got 1")
 
 
-AFTER_A_FIT = """
-import ctypes, os, time
+AFTER_A_FIT = f"""{TRAINS}
+import ctypes
 from datetime import timedelta
-import lightning_ddp, pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
 strategy = lightning_ddp.CustomDDPStrategy(stall_timeout=timedelta(seconds=2), failure_grace_s=0.5)
-pl.Trainer(
-    strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False, enable_checkpointing=False
-).fit(BoringModel())
+trainer(strategy, max_steps=2).fit(BoringModel())
 if os.environ["LOCAL_RANK"] == "1":
     ctypes.PyDLL(None).usleep(4_000_000)
     print("went on", flush=True)

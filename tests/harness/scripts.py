@@ -27,6 +27,20 @@ from harness.script_server import LONGEST_MESSAGE, TEMPLATE_NAME
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("-m", "lightning_ddp", "run")
 """The launcher of a script whose ranks are forks of a supervisor."""
+TRAINS = """
+import gc, os, signal, sys, threading, time, weakref
+import pytorch_lightning as pl, torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+quiet = dict.fromkeys(names, False)
+
+def trainer(strategy="custom_ddp", devices=2, **more):
+    options = {"limit_val_batches": 0, **quiet, **more}
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
+"""
+"""How the text of a script begins that makes a quiet Trainer with `trainer()`."""
 HIDDEN_PACKAGES = ("scipy", "matplotlib")
 _NOT_INHERITED = ("PYTEST_", "PL_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "MASTER_", "LOCAL_")
 _NOT_INHERITED_NAMES = {"RANK", "NODE_RANK", "WORLD_SIZE", "PYTHONUNBUFFERED"}
