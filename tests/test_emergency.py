@@ -74,7 +74,6 @@ def test_where_the_launching_process_is_killed_a_rank_that_is_left_reports_the_c
     [
         ("popen", 0, "forward", "kill", FAULT_STEP),
         ("popen", 2, "optimizer", "exit", FAULT_STEP + 1),
-        ("popen", 0, "forward", "exception", FAULT_STEP),
         ("spawn", 0, "backward", "kill", FAULT_STEP),
         ("spawn", 2, "forward", "exception", FAULT_STEP),
         ("fork", 2, "backward", "kill", FAULT_STEP),

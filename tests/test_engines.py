@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ import psutil
 import pytest
 from harness import RUN, RunningScript, start_script
 from harness.engine_script import NUM_SAMPLES
+from harness.ledger import SCRIPT, Ledger, replacing
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
-from test_replace import Ledger
-from test_shrink import SCRIPT
-from test_two_nodes import replacing
 
 HERE = Path(__file__).parent / "harness" / "engine_script.py"
 PORT = "29512"
@@ -96,9 +93,8 @@ def a_node(variables: Callable[[int], dict[str, str]], launcher: tuple[str, ...]
     return lambda node: [variables(node)], lambda _: launcher, trainer
 
 
+# by hand: `test_nodes`, a launcher on each node
 WAYS: dict[str, Way] = {
-    "by hand": a_node(by_hand, (), **BOTH),
-    "run": a_node(by_hand, RUN, **BOTH),
     "torchrun": (lambda _: [{}], torchrun, BOTH),
     "srun, a task a device": (lambda node: [slurm(node, rank) for rank in (0, 1)], lambda _: (), BOTH),
     "srun, a task a node": a_node(slurm, RUN, devices=2),
@@ -146,13 +142,15 @@ def test_each_way_of_starting_two_nodes_trains_each_sample_once(way: str, tmp_pa
 
 
 @contextlib.contextmanager
-def pods(folder: Path, variables: Callable[[int], dict[str, str]], **order: Any) -> Iterator[Any]:
-    """Start a node under `run`, with its process group as the pod."""
+def pods(
+    folder: Path, variables: Callable[[int], dict[str, str]], launcher: tuple[str, ...], **order: Any
+) -> Iterator[Any]:
+    """Start a node, with its process group as the pod."""
 
     def start(node: int) -> contextlib.AbstractContextManager[RunningScript]:
         given = {"folder": str(folder), "devices": 2, **order}
         env = {**variables(node), "GLOO_SOCKET_IFNAME": INTERFACES[node]}
-        return start_script(SCRIPT, [json.dumps(given)], env, namespace=NAMESPACES[node], launcher=RUN)
+        return start_script(SCRIPT, [json.dumps(given)], env, namespace=NAMESPACES[node], launcher=launcher)
 
     with two_namespaces():
         yield start
@@ -160,49 +158,30 @@ def pods(folder: Path, variables: Callable[[int], dict[str, str]], **order: Any)
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
-@pytest.mark.parametrize("variables", [train_job, indexed_job, skypilot, slurm])
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [(train_job, RUN), (slurm, RUN), (by_hand, ())],
+    ids=["TrainJob", "SLURM", "python"],
+)
 def test_a_pod_that_is_killed_comes_back_by_the_same_command(
-    variables: Callable[[int], dict[str, str]], tmp_path: Path
+    variables: Callable[[int], dict[str, str]], launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
-    order = replacing(2)
-    if variables is indexed_job:
+    order = replacing(2, plain=True)
+    if variables is by_hand:
         order["trainer"]["num_nodes"] = 2
-    moments = {}
-    with pods(tmp_path, variables, **order) as start, start(0) as first, contextlib.ExitStack() as stack:
-        moments["start"] = time.time()
+    with (
+        pods(tmp_path, variables, launcher, **order) as start,
+        start(0) as first,
+        contextlib.ExitStack() as stack,
+    ):
         with start(1) as second:
-            first.wait_until(lambda: any(entry["step"] == 3 for entry in Ledger(tmp_path).commits))
-            processes = second.processes()
-            moments["kill"] = time.time()
-            for process in processes:
+            first.wait_until(lambda: 3 in Ledger(tmp_path).by_step())
+            for process in second.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):  # the first takes others along
                     process.kill()
             assert second.wait(60).returncode == -signal.SIGKILL
         first.wait_until(lambda: bool(Ledger(tmp_path).changes))
-        moments["again"] = time.time()
         again = stack.enter_context(start(1))
         for script in (first, again):
             assert script.wait(240).returncode == 0, script.output()
-    ledger = Ledger(tmp_path)
-    ledger.check_members(4)
-    print(variables.__name__, seconds_of(ledger, moments))
-
-
-def seconds_of(ledger: Ledger, moments: dict[str, float]) -> dict[str, float]:
-    """Seconds of each part of a loss and a return, from the moments of the test: of the slowest rank."""
-    steps = ledger.by_step().values()
-    alone = next(step for step in steps if step[0]["world_size"] < 4)
-    whole = next(step for step in steps if step[0]["world_size"] == 4 and step[0]["time"] > moments["again"])
-    heard = max(change["time"] - change["seconds"] for change in ledger.changes if change["lost"])
-    ends = {
-        "start": last_of(next(iter(steps))) - moments["start"],
-        "detection": heard - moments["kill"],
-        "next step": last_of(alone) - moments["kill"],
-        "full strength": last_of(whole) - moments["again"],
-    }
-    return {name: round(seconds, 2) for name, seconds in ends.items()}
-
-
-def last_of(step: list[dict[str, Any]]) -> float:
-    """When the last rank has committed a step."""
-    return max(float(entry["time"]) for entry in step)
+    Ledger(tmp_path).check_members(4)

@@ -139,6 +139,11 @@ class Job:
         self.rank(place).ask(wish)
         self.say(self.member(place))
 
+    def require_over(self, *words: str) -> None:
+        assert self.state.phase is JobPhase.OVER
+        for text in words:
+            assert text in str(self.state.reason)
+
     def starts(self) -> list[tuple[int, int]]:
         """Places in which processes were to be started since this was asked last, and their numbers."""
         found = [(action.place, action.number) for action in self.done if isinstance(action, StartProcess)]
@@ -249,17 +254,6 @@ def test_a_job_without_another_boundary_heals_nobody(why: str) -> None:
 # ---------------------------------------------------------------------- why a run ends
 
 
-def test_too_few_ranks_end_the_run() -> None:
-    job = Job(3, RecoverySettings(min_world_size=2))
-    job.fail(2, 5)
-    assert (job.state.phase, job.members) == (JobPhase.RUNNING, (0, 1))
-    job.fail(1, 9)
-    assert job.state.phase is JobPhase.OVER
-    assert job.state.reason == "1 ranks remain, fewer than min_world_size"
-    assert job.state.cause is not None
-    assert job.state.cause.rank == 1
-
-
 def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_over() -> None:
     job = Job(3, ReplaceSettings(min_world_size=3, wait_s=5.0))
     job.fail(2, 5)
@@ -273,44 +267,60 @@ def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_ov
     job.go(4.9)
     assert job.state.phase is JobPhase.SHORT
     job.go(0.11)
-    assert job.state.phase is JobPhase.OVER
-    assert "2 ranks remain" in str(job.state.reason)
-    assert "no new ranks have joined within wait_s=5 s" in str(job.state.reason)
+    job.require_over("2 ranks remain", "no new ranks have joined within wait_s=5 s")
 
 
 EXITED, RAISED = {"exit_code": 3}, {"exception_class": "builtins:ValueError", "exit_code": None}
-CRASHED, VANISHED = {"exit_code": -signal.SIGSEGV}, {"exit_code": None}
+KILLED, CRASHED, VANISHED = {}, {"exit_code": -signal.SIGSEGV}, {"exit_code": None}
+TOO_MANY = "more than 2 recoveries (max_recoveries) without 100 optimizer steps between them"
+LOSSES: dict[str, tuple[RecoverySettings, list[tuple[int, dict[str, Any]]], str | None]] = {
+    "too few ranks": (
+        RecoverySettings(min_world_size=4),
+        [(5, KILLED), (9, KILLED), (9, KILLED)],
+        "3 ranks remain, fewer than min_world_size",
+    ),
+    **{  # with fewer ranks a part of the samples of a step comes one step later
+        f"alike at steps 6 and {step}: {how}": (
+            MANY,
+            [(3, how), (6, how), (step, how)],
+            f"step {step} failed twice in the same way",
+        )
+        for step in (6, 7)
+        for how in (EXITED, RAISED, CRASHED)
+    },
+    "killed after another has exited": (MANY, [(6, EXITED), (6, KILLED)], None),
+    "crashed after another has exited": (MANY, [(6, EXITED), (6, CRASHED)], None),
+    "alike, two steps later": (MANY, [(6, EXITED), (8, EXITED)], None),
+    **{
+        f"from outside: {how}": (MANY, [(6, how)] * 5, None)
+        for how in (KILLED, VANISHED, {"exit_code": -signal.SIGTERM})
+    },
+    **{
+        f"{distance} steps apart": (
+            RecoverySettings(max_recoveries=2),
+            [(number * distance, KILLED) for number in range(3)],
+            None if distance == STEPS_TO_FORGET else TOO_MANY,
+        )
+        for distance in (1, STEPS_TO_FORGET - 1, STEPS_TO_FORGET)
+    },
+}
+"""Settings, what happens at which steps to the last of six ranks, the one before ..., why the run ends."""
 
 
-@pytest.mark.parametrize("how", [EXITED, RAISED, CRASHED], ids=str)
-@pytest.mark.parametrize("step", [6, 7], ids="step {}".format)
-def test_samples_that_end_two_processes_alike_end_the_run(step, how) -> None:
-    """With fewer ranks a part of the samples of a step comes one step later."""
-    job = Job(5)
-    job.fail(4, 3, **how)
-    job.fail(3, 6, **how)
-    assert job.state.phase is JobPhase.RUNNING
-    job.fail(2, step, **how)
-    assert job.state.phase is JobPhase.OVER
-    assert f"step {step} failed twice in the same way" in str(job.state.reason)
-
-
-@pytest.mark.parametrize(
-    "second", [{}, CRASHED, {**EXITED, "step": 8}], ids=["killed", "otherwise", "two steps later"]
-)
-def test_chance_that_ends_a_second_process_at_one_step_does_not_end_the_run(second) -> None:
-    job = Job(5)
-    job.fail(4, 6, **EXITED)
-    job.fail(3, **{"step": 6, **second})
-    assert (job.state.phase, job.members) == (JobPhase.RUNNING, (0, 1, 2))
-
-
-@pytest.mark.parametrize("how", [{}, VANISHED, {"exit_code": -signal.SIGTERM}], ids=str)
-def test_what_comes_from_outside_is_no_repetition_however_often_it_comes(how) -> None:
-    job = Job(6)
-    for place in (5, 4, 3, 2, 1):
-        job.fail(place, 6, **how)
-    assert (job.state.phase, job.members) == (JobPhase.RUNNING, (0,))
+@pytest.mark.parametrize("losses", LOSSES)
+def test_samples_that_end_two_alike_and_too_many_losses_end_the_run_and_chance_does_not(losses) -> None:
+    recovery, ends, reason = LOSSES[losses]
+    job = Job(6, recovery)
+    for number, (step, how) in enumerate(ends):
+        assert (job.state.phase, job.members) == (JobPhase.RUNNING, tuple(range(6 - number)))
+        job.fail(5 - number, step, **how)
+    if reason is None:
+        assert (job.state.phase, job.members) == (JobPhase.RUNNING, tuple(range(6 - len(ends))))
+        assert job.state.reason is None
+    else:
+        job.require_over(reason)
+        assert job.state.cause is not None
+        assert job.state.cause.rank == 6 - len(ends)
 
 
 def test_two_that_end_alike_in_one_recovery_are_one_failure() -> None:
@@ -321,20 +331,6 @@ def test_two_that_end_alike_in_one_recovery_are_one_failure() -> None:
     assert (job.state.phase, job.state.generation) == (JobPhase.FORMING, 1)
     job.fail(2, 5, **EXITED)
     assert (job.state.phase, job.members, job.state.generation) == (JobPhase.RUNNING, (0, 1), 2)
-
-
-@pytest.mark.parametrize("distance", [1, STEPS_TO_FORGET - 1, STEPS_TO_FORGET])
-def test_recoveries_without_progress_end_the_run(distance) -> None:
-    job = Job(6, RecoverySettings(max_recoveries=2))
-    for number in range(3):
-        assert job.state.phase is JobPhase.RUNNING
-        job.fail(5 - number, number * distance)
-    if distance == STEPS_TO_FORGET:
-        assert (job.state.phase, job.state.reason) == (JobPhase.RUNNING, None)
-    else:
-        assert job.state.phase is JobPhase.OVER
-        text = "more than 2 recoveries (max_recoveries) without 100 optimizer steps between them"
-        assert job.state.reason == text
 
 
 @pytest.mark.parametrize(
@@ -350,8 +346,7 @@ def test_ranks_without_a_common_state_end_the_run(progress, reason) -> None:
     for place, (step, is_clean) in enumerate(progress):
         job.progress[place] = Progress(step, is_clean, is_trying=True, phase=0)
     job.lose(2)
-    assert job.state.phase is JobPhase.OVER
-    assert reason in str(job.state.reason)
+    job.require_over(reason)
 
 
 def test_a_rank_that_cannot_go_on_says_why_and_that_is_the_reason() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import user_script
-from harness import RUN, ScriptResult, free_port, run_script, start_script
+from harness import RUN, TRAINS, ScriptResult, free_port, run_script, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
@@ -66,31 +66,19 @@ def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(tmp_p
     )
 
 
-def test_a_module_is_run_again_as_a_module(tmp_path) -> None:
-    package = tmp_path / "some_app"
+@pytest.mark.parametrize("launcher", [(), (*RUN, "--preload", "imported_once")], ids=["python", "run"])
+def test_a_module_is_run_as_a_module_and_under_run_others_are_imported_before(tmp_path, launcher) -> None:
+    package, site = tmp_path / "some_app", tmp_path / "site"
     package.mkdir()
+    site.mkdir()
     (package / "__init__.py").write_text("")
     (package / "train.py").write_text(SCRIPT.read_text() + "\nfrom . import __path__\n")
-    run_script("some_app.train", order(tmp_path), is_module=True, cwd=tmp_path, timeout_s=DEADLINE_S).check()
+    (site / "imported_once.py").write_text("print('imported once', flush=True)")
+    options: Any = {"is_module": True, "cwd": tmp_path, "timeout_s": DEADLINE_S, "launcher": launcher}
+    env = {"PYTHONPATH": str(site)}
+    result = run_script("some_app.train", order(tmp_path), env, **options).check()
+    assert result.stdout.count("imported once") == bool(launcher)
     require_trained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "fresh"),
-    [
-        ("custom_ddp_spawn", True),
-        ("custom_ddp_fork", True),
-        ("custom_ddp_notebook", False),
-        ({"start_method": "forkserver"}, False),
-    ],
-    ids=["spawn", "fork", "notebook", "forkserver"],
-)
-def test_processes_are_made_in_other_ways_as_well(tmp_path, strategy, fresh) -> None:
-    arguments = order(tmp_path, strategy=strategy)
-    run_script(SCRIPT, arguments, timeout_s=DEADLINE_S, fresh=fresh).check()
-    notes = read_notes(tmp_path)
-    assert [notes[f"trained-{rank}"]["step"] for rank in range(2)] == [STEPS] * 2
-    assert notes["trained-0"]["pid"] != notes["trained-1"]["pid"]
 
 
 LOOKS_BEFORE_IT_FORKS = """
@@ -116,6 +104,15 @@ at_first, children, fork, os.fork = 0, [], os.fork, look_and_fork
 """
 
 
+def test_forkserver_makes_processes_as_well(tmp_path) -> None:
+    """The other ways: `test_mission`, every name."""
+    strategy = {"start_method": "forkserver"}
+    run_script(SCRIPT, order(tmp_path, strategy=strategy), timeout_s=DEADLINE_S).check()
+    notes = read_notes(tmp_path)
+    assert [notes[f"trained-{rank}"]["step"] for rank in range(2)] == [STEPS] * 2
+    assert notes["trained-0"]["pid"] != notes["trained-1"]["pid"]
+
+
 @pytest.mark.parametrize("what", ["custom_ddp_fork", "doctor --verify"])
 def test_no_forked_process_communicates_before_all_have_been_forked(what, tmp_path) -> None:
     """The store in their parent may hold a lock of the C library then, which they would inherit for ever."""
@@ -134,31 +131,6 @@ def test_no_forked_process_communicates_before_all_have_been_forked(what, tmp_pa
         assert [notes[f"trained-{rank}"]["step"] for rank in range(3)] == [STEPS] * 3
 
 
-def test_processes_that_slurm_started_are_joined_and_none_is_added(tmp_path) -> None:
-    variables = {
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "localhost",
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NAME": "train",
-        "MASTER_PORT": str(free_port()),
-    }
-    with contextlib.ExitStack() as stack:
-        runs = []
-        for rank in range(2):
-            env = {**variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-            run = start_script(SCRIPT, order(tmp_path, pause="fit"), env, fresh=True)
-            runs.append(stack.enter_context(run))
-        notes = wait_for_notes(runs[0], tmp_path, ["ready-0", "ready-1"])
-        assert [notes[f"ready-{rank}"]["pid"] for rank in range(2)] == [run.pid for run in runs]
-        assert [[process.pid for process in run.processes()] for run in runs] == [[run.pid] for run in runs]
-        (tmp_path / "go").touch()
-        for run in runs:
-            run.wait(DEADLINE_S).check()
-    assert {end["port"] for end in require_trained(tmp_path)} == {variables["MASTER_PORT"]}
-
-
 def test_a_named_port_in_use_is_an_error_that_names_it(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -168,59 +140,59 @@ def test_a_named_port_in_use_is_an_error_that_names_it(tmp_path) -> None:
     assert "metrics-0" not in read_notes(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn", "custom_ddp_fork"])
-def test_processes_vanish_with_a_launcher_that_is_killed(strategy, tmp_path) -> None:
-    with start_script(SCRIPT, order(tmp_path, strategy=strategy, pause="fit")) as script:
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "are_stopped"),
+    [
+        ("custom_ddp", (), False),
+        ("custom_ddp_spawn", (), False),
+        ("custom_ddp_fork", (), False),
+        ("custom_ddp", RUN, False),
+        pytest.param("custom_ddp", RUN, True, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_vanish_with_a_launcher_that_is_killed(strategy, launcher, are_stopped, tmp_path) -> None:
+    arguments = order(tmp_path, strategy=strategy, pause="fit")
+    with start_script(SCRIPT, arguments, launcher=launcher) as script:
         notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
-        assert {notes[f"ready-{rank}"]["pid"] for rank in range(2)} - {script.pid}
+        pids = {notes[f"ready-{rank}"]["pid"] for rank in range(2)} - {script.pid}
+        assert pids
+        for pid in pids if are_stopped else ():
+            os.kill(pid, signal.SIGSTOP)
         os.kill(script.pid, signal.SIGKILL)
         assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stuck", "launcher", "killed"),
-    [
-        ("custom_ddp", "lock", (), "main"),
-        pytest.param("custom_ddp", "expression", (), "main", marks=pytest.mark.exhaustive),
-        ("custom_ddp", "sum", RUN, "main"),
-        ("custom_ddp", "expression", RUN, "rank 0"),
-        ("custom_ddp_spawn", "expression", (), "main"),
-        ("custom_ddp_fork", "lock", (), "main"),
-    ],
-)
+STUCK = [
+    ("custom_ddp", (), "main", "expression"),
+    ("custom_ddp", RUN, "main", "lock"),
+    ("custom_ddp", RUN, "rank 0", "lock"),
+    ("custom_ddp_spawn", (), "main", "lock"),
+    ("custom_ddp_fork", (), "main", "lock"),
+]
+
+
 @pytest.mark.slow
-def test_a_process_that_cannot_hear_of_its_launchers_death_ends_all_the_same(
-    strategy, stuck, launcher, killed, tmp_path
-) -> None:
-    arguments = order(tmp_path, strategy=strategy, stuck=stuck, stuck_rank=1)
-    with start_script(SCRIPT, arguments, launcher=launcher) as script:
-        notes = wait_for_notes(script, tmp_path, ["stuck-1", "begun-0"])
-        pid = script.pid if killed == "main" else notes["begun-0"]["pid"]
+def test_processes_that_cannot_hear_of_their_launchers_death_end_all_the_same(tmp_path) -> None:
+    """All of them at the same time: the guard has patience for 20 s."""
+    with contextlib.ExitStack() as stack:
+        scripts = []
+        for number, (strategy, launcher, killed, stuck) in enumerate(STUCK):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            arguments = order(folder, strategy=strategy, stuck=stuck, stuck_rank=1)
+            script = stack.enter_context(start_script(SCRIPT, arguments, launcher=launcher))
+            notes = wait_for_notes(script, folder, ["stuck-1", "begun-0"])
+            pid = script.pid if killed == "main" else notes["begun-0"]["pid"]
+            scripts.append((script, pid, notes["stuck-1"]["pid"]))
         start = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
-        result = script.wait(DEADLINE_S, leftover_grace_s=90.0)
-        assert time.monotonic() - start < 23.0
-    assert result.returncode == -signal.SIGKILL
-    assert (
-        f"rank 1 (pid {notes['stuck-1']['pid']}) did not react to a failure, and was killed" in result.stderr
-    )
-    assert "in stick" in result.stderr[-4000:], "the line that holds it"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["popen", "spawn"])
-def test_a_process_that_hears_of_its_launchers_death_has_all_the_time_that_it_may_take(
-    strategy, tmp_path
-) -> None:
-    (tmp_path / "hang").touch()
-    options = {"start_method": strategy, "failure_grace_s": 30.0}
-    with start_script(SCRIPT, order(tmp_path, strategy=options, pause="fit")) as script:
-        wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
-        os.kill(script.pid, signal.SIGKILL)
-        result = script.wait(DEADLINE_S, leftover_grace_s=90.0)
-    assert "hanging-1" in read_notes(tmp_path)
-    assert "Timeout (0:00:3" in result.stderr, "its own limit has ended it, with its stacks"
-    assert "did not react" not in result.stderr
+        for _, pid, _ in scripts:
+            os.kill(pid, signal.SIGKILL)
+        for script, _, stuck_pid in scripts:
+            result = script.wait(DEADLINE_S, leftover_grace_s=90.0)
+            assert time.monotonic() - start < 23.0
+            assert result.returncode == -signal.SIGKILL
+            assert f"rank 1 (pid {stuck_pid}) did not react to a failure, and was killed" in result.stderr
+            assert "in stick" in result.stderr[-4000:], "the line that holds it"
 
 
 @pytest.mark.parametrize(
@@ -228,9 +200,7 @@ def test_a_process_that_hears_of_its_launchers_death_has_all_the_time_that_it_ma
     [
         (0, 0, signal.SIGTERM),
         (1, 2, signal.SIGINT),
-        pytest.param(0, 0, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(0, 1, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(1, 2, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, number, tmp_path) -> None:
@@ -256,19 +226,6 @@ def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, numbe
     assert f"the process was killed by {number.name}" in report, result.stderr
 
 
-TRAINS = """
-import gc, os, signal, sys, threading, time, weakref
-import pytorch_lightning as pl, torch
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
-names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-quiet = dict.fromkeys(names, False)
-
-def trainer(strategy="custom_ddp", devices=2, **more):
-    options = {"limit_val_batches": 0, **quiet, **more}
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
-"""
 BETWEEN_RUNS = f"""{TRAINS}
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.job_context import job_context
@@ -329,49 +286,36 @@ def test_between_two_runs_nothing_holds_the_process_and_sigterm_is_the_scripts_o
     assert result.stdout.count("the script's handler has heard [15]") == 1, result.stdout
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_failure_between_two_runs_is_heard_of_at_once(victim) -> None:
-    result = run_script(BETWEEN_RUNS, [str(victim), "SIGKILL", "wait"], timeout_s=DEADLINE_S)
-    assert f"heard meanwhile: {victim}" in result.stdout, result.stderr
-
-
 @pytest.mark.parametrize(
-    ("victim", "how", "has_more", "words"),
+    ("victim", "how", "then", "words"),
     [
-        (0, "raise", True, "ValueError: no such column: 'age'"),
-        (1, "SIGKILL", False, "the process was killed by SIGKILL"),
+        (0, "raise", "more", "ValueError: no such column: 'age'"),
+        (0, "raise", "slow", "ValueError: no such column: 'age'"),
+        (1, "SIGKILL", "end", "the process was killed by SIGKILL"),
+        (1, "SIGKILL", "wait", "the process was killed by SIGKILL"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (0, "SIGKILL", True, GONE),
-                (0, "SIGTERM", True, GONE),
-                (0, "leave", True, GONE),
-                (1, "raise", True, "the process exited with code 1"),
-                (1, "raise", False, "the process exited with code 1"),
-                (1, "SIGKILL", True, "the process was killed by SIGKILL"),
-                (1, "SIGTERM", True, "the process was killed by SIGTERM"),
-                (1, "leave", True, "the process exited with code 3"),
+                (0, "SIGKILL", "wait", GONE),
+                (0, "leave", "more", GONE),
+                (1, "raise", "end", "the process exited with code 1"),
+                (1, "leave", "more", "the process exited with code 3"),
             )
         ),
     ],
 )
-def test_who_fails_between_two_runs_is_named(victim, how, has_more, words) -> None:
-    """At the beginning of the next one, or at the end of the launching process."""
-    check_between_runs(victim, how, "more" if has_more else "end", words)
+def test_who_fails_between_two_runs_is_named(victim, how, then, words) -> None:
+    """At the beginning of the next one, or at the end of the launching process; who waits hears at once.
 
-
-def test_a_rank_that_is_slow_to_leave_a_run_has_left_it_once_all_have_ended_it() -> None:
-    """It learns of what another rank does after that in its next run."""
-    check_between_runs(0, "raise", "slow", "ValueError: no such column: 'age'")
-
-
-def check_between_runs(victim: int, how: str, then: str, words: str) -> None:
-    arguments = [str(victim), how, then]
-    result = run_script(BETWEEN_RUNS, arguments, timeout_s=DEADLINE_S)
+    A rank that is slow to leave a run has left it once all have ended it: it learns of this in its next run.
+    """
+    result = run_script(BETWEEN_RUNS, [str(victim), how, then], timeout_s=DEADLINE_S)
     context = f"{result.stdout}\n{result.stderr}"
     assert f"rank {1 - victim}, validated: as before" in result.stdout, context
     if then != "end":
         assert f"heard rank {victim} (host " in result.stdout, context
+    if then == "wait":
+        assert f"heard meanwhile: {victim}" in result.stdout, context
     assert result.stdout.count("ended well") == (then == "end"), context
     if victim == 0 and how != "raise":
         assert result.returncode == (3 if how == "leave" else -signal.Signals[how]), context
@@ -382,52 +326,51 @@ def check_between_runs(victim: int, how: str, then: str, words: str) -> None:
     assert words in report, context
 
 
-FORGETS_ITS_TRAINER = f"""{TRAINS}
-ours, model = trainer(max_steps=1), BoringModel()
+AFTER_A_FIT = f"""{TRAINS}
+before, devices = set(os.environ), int(sys.argv[1])
+ours, model = trainer(devices=devices, max_steps=1), BoringModel()
 ours.fit(model)
 references = [weakref.ref(kept) for kept in (ours, ours.strategy, model)]
 del ours, model
 gc.collect()
 print("alive:", [type(kept()).__name__ for kept in references if kept() is not None], flush=True)
+if devices == 1:
+    names = [name for name in set(os.environ) - before if "LIGHTNING_DDP" in name or "GLOO" in name]
+    print("left:", [thread.name for thread in threading.enumerate()], names)
 """
 
 
-def test_after_a_run_nothing_keeps_its_trainer_alive() -> None:
-    result = run_script(FORGETS_ITS_TRAINER, timeout_s=DEADLINE_S)
-    result.check()
-    assert result.stdout.count("alive: []") == 2
-
-
-LONE = f"""{TRAINS}
-before = set(os.environ)
-trainer(devices=1, max_steps=1).fit(BoringModel())
-names = [name for name in set(os.environ) - before if "LIGHTNING_DDP" in name or "GLOO" in name]
-print("left:", [thread.name for thread in threading.enumerate()], names)
-"""
-
-
-def test_a_fit_of_a_lone_rank_leaves_no_thread() -> None:
-    result = run_script(LONE, timeout_s=DEADLINE_S).check()
-    assert "left: ['MainThread'] []" in result.stdout
+@pytest.mark.parametrize("devices", [1, 2])
+def test_after_a_run_nothing_keeps_its_trainer_alive_and_a_lone_rank_has_no_thread(devices) -> None:
+    result = run_script(AFTER_A_FIT, [str(devices)], timeout_s=DEADLINE_S).check()
+    assert result.stdout.count("alive: []") == devices
+    assert devices > 1 or "left: ['MainThread'] []" in result.stdout
 
 
 BEFORE_THEY_MEET = """
 import os, sys, time
 from pathlib import Path
-import pytorch_lightning as pl, lightning_ddp
-from pytorch_lightning.demos.boring_classes import BoringModel
-if os.environ.get("LOCAL_RANK") == "1":
+if os.environ.get("LOCAL_RANK", "0") == "1":
     Path(sys.argv[1], "begun").touch()
     time.sleep(600)
+import pytorch_lightning as pl, lightning_ddp
+from pytorch_lightning.demos.boring_classes import BoringModel
+Path(sys.argv[1], "first").write_text(str(os.getpid()))
 pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False).fit(BoringModel())
 """
 
 
-def test_a_child_that_has_not_joined_dies_with_the_launching_process(tmp_path) -> None:
-    with start_script(BEFORE_THEY_MEET, [str(tmp_path)]) as script:
+@pytest.mark.parametrize(
+    ("launcher", "victim"),
+    [((), "rank 0"), (RUN, "supervisor"), (RUN, "rank 0")],
+    ids=["python", "run, supervisor", "run, rank 0"],
+)
+def test_a_child_that_has_not_met_the_others_dies_with(launcher, victim, tmp_path) -> None:
+    with start_script(BEFORE_THEY_MEET, [str(tmp_path)], launcher=launcher) as script:
         script.wait_until((tmp_path / "begun").exists)
-        os.kill(script.pid, signal.SIGKILL)
-        assert script.wait(DEADLINE_S, leftover_grace_s=10.0).returncode == -signal.SIGKILL
+        pid = script.pid if victim == "supervisor" else int((tmp_path / "first").read_text())
+        os.kill(pid, signal.SIGKILL)
+        assert script.wait(DEADLINE_S, leftover_grace_s=30.0).returncode == -signal.SIGKILL
 
 
 WHILE_IT_STARTS = """
@@ -530,10 +473,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
 @pytest.mark.parametrize(
-    ("fault", "num_workers", "end"),
-    [("none", 1, "fitted"), ("worker", 2, "caught ValueError"), ("results", 0, "caught OSError")],
+    ("start_method", "fault", "num_workers", "end"),
+    [
+        ("spawn", "none", 1, "fitted"),
+        ("fork", "worker", 2, "caught ValueError"),
+        ("fork", "results", 0, "caught OSError"),
+        pytest.param("spawn", "worker", 1, "caught ValueError", marks=pytest.mark.slow),
+    ],
 )
 def test_no_temporary_file_is_left_and_no_import_is_walked_through_at_the_end(
     start_method, fault, num_workers, end, tmp_path, tmp_path_factory
@@ -600,9 +547,8 @@ def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
     assert [record.exit_code for record in ended] == [0]
 
 
-@pytest.mark.parametrize("is_in_background", [False, True])
-def test_children_unwind_when_the_launching_rank_fails(is_in_background, tmp_path) -> None:
-    options = {"trainer": {"devices": 3}, "is_in_background": is_in_background}
+def test_children_unwind_when_the_launching_rank_of_a_job_in_the_background_fails(tmp_path) -> None:
+    options = {"trainer": {"devices": 3}, "is_in_background": True}
     arguments = order(tmp_path, fault="exception", rank=0, **options)
     result = run_script(SCRIPT, arguments, timeout_s=DEADLINE_S)
     assert result.returncode == 1
@@ -610,24 +556,6 @@ def test_children_unwind_when_the_launching_rank_fails(is_in_background, tmp_pat
     assert [notes[f"on_exception-{rank}"]["kind"] for rank in (1, 2)] == ["PeerFailure"] * 2
     assert {"finally-1", "finally-2"} <= notes.keys()
     assert result.stderr.rstrip().endswith("ValueError: expected 3 channels, got 1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("devices=0, strategy='custom_ddp'", "`Trainer(devices=0)` value is not a valid input"),
-        ("devices=2, strategy='custom_dpp'", "no strategy 'custom_dpp'; did you mean 'custom_ddp'?"),
-        (
-            "devices=2, strategy=lightning_ddp.CustomDDPStrategy(buckets=3)",
-            "unexpected keyword argument 'buckets'",
-        ),
-    ],
-)
-def test_bad_arguments_are_named_and_nothing_is_left(arguments, message) -> None:
-    script = f"import lightning_ddp\nlightning_ddp.Trainer(accelerator='cpu', logger=False, {arguments})"
-    result = run_script(script, timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    assert message in result.stderr
 
 
 OWN_LAUNCHER = f"""{TRAINS}
@@ -649,90 +577,74 @@ def test_a_strategy_with_a_launcher_of_the_users_trains_and_validates() -> None:
     assert run_script(OWN_LAUNCHER, timeout_s=DEADLINE_S).check().stdout.count("trained 2\n") == 2
 
 
-BAD_MODEL = f"""{TRAINS}
+UNUSED = f"""{TRAINS}
 class Model(BoringModel):
     def __init__(self):
         super().__init__()
-        if sys.argv[1] == "frozen":
-            self.requires_grad_(False)
-        if sys.argv[1] == "lazy":
-            self.extra = torch.nn.LazyLinear(4)
-        if sys.argv[1] == "different":
-            self.extra = torch.nn.Linear(3 + int(os.environ.get("LOCAL_RANK", 0)), 4)
-        if sys.argv[1] == "unused":
-            self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
 
 if __name__ == "__main__":
     trainer(max_steps=3).fit(Model())
 """
-
-
-@pytest.mark.parametrize(
-    ("kind", "messages"),
-    [
-        ("frozen", ["Model has no parameter that requires a gradient"]),
-        ("lazy", ["(lazy) parameters: extra.weight, extra.bias"]),
-        (
-            "different",
-            [
-                "the models differ",
-                "rank 0 has 'extra.weight' with shape [4, 3]",
-                "rank 1 has 'extra.weight' with shape [4, 4]",
-            ],
-        ),
-        (
-            "unused",
-            [
-                "backward 0 ended, but these parameters got no gradient",
-                "rank 0: first.weight, first.bias, second.weight, second.bias",
-                "rank 1: first.weight, first.bias, second.weight, second.bias",
-                "find_unused_parameters=True",
-                "Parameter at index 2 with name first.weight",
-                "Parameter indices which did not receive grad for rank 0: 2 3 4 5",
-                "It looks like your LightningModule has parameters that were not used",
-                'strategy="custom_ddp_find_unused_parameters_true"',
-            ],
-        ),
-    ],
-)
-def test_a_model_that_cannot_be_trained_is_an_error_that_names_the_cause(kind, messages) -> None:
-    result = run_script(BAD_MODEL, [kind], timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    for message in messages:
-        assert message in result.stderr
-
-
+DIFFERENT = UNUSED.replace("Linear(3, 4)", "Linear(3 + int(os.environ.get('LOCAL_RANK', 0)), 4)")
 WITHOUT_GUARD = f"""{TRAINS}
 trainer(lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])).fit(BoringModel())
 """
-
-
-@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_a_script_without_a_main_guard_is_told_of_it(start_method) -> None:
-    result = run_script(WITHOUT_GUARD, [start_method], timeout_s=DEADLINE_S)
-    assert result.returncode == 1
-    assert """an `if __name__ == "__main__"` clause""" in result.stderr
-    assert "MASTER_PORT" not in result.stderr
-    assert "PeerFailure: rank " in result.stderr
-    assert "the process exited with code 1; its output is above" in result.stderr
-
-
 UNPICKLABLE = f"""{TRAINS}
 if __name__ == "__main__":
     model = BoringModel()
     model.layer.extra = ["a", lambda x: x]
     trainer(lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1])).fit(model)
 """
+WRONG: dict[str, tuple[str, list[str]]] = {
+    "models differ": (
+        DIFFERENT,
+        [
+            "the models differ",
+            "rank 0 has 'first.weight' with shape [4, 3]",
+            "rank 1 has 'first.weight' with shape [4, 4]",
+        ],
+    ),
+    "no gradient": (
+        UNUSED,
+        [
+            "backward 0 ended, but these parameters got no gradient",
+            "rank 0: first.weight, first.bias, second.weight, second.bias",
+            "rank 1: first.weight, first.bias, second.weight, second.bias",
+            "find_unused_parameters=True",
+            "Parameter at index 2 with name first.weight",
+            "Parameter indices which did not receive grad for rank 0: 2 3 4 5",
+            "It looks like your LightningModule has parameters that were not used",
+            'strategy="custom_ddp_find_unused_parameters_true"',
+        ],
+    ),
+    "no guard": (
+        WITHOUT_GUARD,
+        [
+            """an `if __name__ == "__main__"` clause""",
+            "PeerFailure: rank ",
+            "the process exited with code 1; its output is above",
+        ],
+    ),
+    "not picklable": (
+        UNPICKLABLE,
+        [
+            "ConfigurationError: start_method='spawn' sends the model",
+            "but they do not pickle: Can't pickle <function <lambda> at ",
+            'strategy="custom_ddp"',
+        ],
+    ),
+}
 
 
-@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_what_does_not_pickle_is_an_error_that_names_another_way_to_start(start_method) -> None:
-    result = run_script(UNPICKLABLE, [start_method], timeout_s=DEADLINE_S)
+@pytest.mark.parametrize("what", WRONG)
+def test_a_script_that_cannot_train_ends_with_an_error_that_names_the_cause(what) -> None:
+    script, messages = WRONG[what]
+    result = run_script(script, ["spawn"], timeout_s=DEADLINE_S)
     assert result.returncode == 1
-    error = result.stderr.rpartition("ConfigurationError: ")[2]
-    assert error.startswith(f"start_method='{start_method}' sends the model")
-    assert "but they do not pickle: Can't pickle <function <lambda> at " in error
-    assert 'strategy="custom_ddp"' in error
+    for message in messages:
+        assert message in result.stderr
+    assert what != "no guard" or "MASTER_PORT" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -745,8 +657,9 @@ def test_several_nodes_need_an_address_that_all_know(monkeypatch, known, missing
         rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=2, node_rank=0)
 
 
-@pytest.mark.parametrize("strategy", ["custom_ddp", "custom_ddp_spawn"])
-@pytest.mark.parametrize("variable", ["NODE_RANK", "GROUP_RANK"])
+@pytest.mark.parametrize(
+    ("strategy", "variable"), [("custom_ddp", "NODE_RANK"), ("custom_ddp_spawn", "GROUP_RANK")]
+)
 def test_a_node_that_the_run_does_not_have_is_an_error(variable, strategy, tmp_path) -> None:
     result = run_script(SCRIPT, order(tmp_path, strategy=strategy), {variable: "1"}, timeout_s=DEADLINE_S)
     assert result.returncode == 1

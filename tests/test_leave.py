@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_replace
-import test_shrink
-from harness import RUN, start_script
-from test_shrink import fault, logged_rows
+from harness import RUN
+from harness.ledger import SAMPLES, Entry, Ledger, fault, logged_rows, replacing, train
+from test_shrink import STEP
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.step_stop import PREEMPTED
 
-LEAVE = {"on_failure": "shrink", "on_preemption": "leave"}
 
-
-def leaves(place: int, moment: str, step: int | None, **more: Any) -> dict[str, Any]:
+def leaves(place: int, moment: str, step: int | None, **more: Any) -> Entry:
     return fault(place, moment, step, how="leaves", **more)
 
 
-class Ledger(test_shrink.Ledger):
-    """Of a run that some have left."""
-
-    output = ""
-
-    def check_leaving(self, leavers: list[int], survivors: list[int]) -> None:
-        """They end in order, and no step is done again for it."""
-        self.check(survivors)
-        assert sorted(entry["place"] for entry in self.of("is torn down")) == sorted(leavers)
-        assert all(entry["value"] == entry["place"] for entry in self.of("is torn down")), "it is alone"
-        tried = [(e["place"], e["step"], e["batch"], e["epoch"]) for e in self.of("tries")]
-        assert len(tried) == len(set(tried))
-        assert {(entry["cause"], entry["retried"]) for entry in self.changes} == {("None", False)}
-        assert not list(self.folder.glob("**/emergency*"))
-
-
-def train(
-    folder: Path, *faults: dict[str, Any], launcher: tuple[str, ...] = (), code: int = 0, **order: Any
-) -> Ledger:
+def leave(folder: Path, *faults: Entry, **order: Any) -> Ledger:
     """Steps take longer than it takes to agree on a boundary: else the last one may be before that."""
-    order = {"folder": str(folder), "faults": faults, "step_s": 0.1, **order}
-    order["strategy"] = {**LEAVE, **order.get("strategy", {})}
-    with start_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=launcher) as script:
-        result = script.wait()
-        assert result.returncode == code, script.output()
-    ledger = Ledger(folder)
-    ledger.output = result.stderr
-    return ledger
+    strategy = {"on_preemption": "leave", **order.pop("strategy", {})}
+    return train(folder, faults=faults, **{"step_s": 0.1, "strategy": strategy, **order})
 
 
 @pytest.mark.parametrize(
@@ -60,21 +32,20 @@ def train(
         "forward",
         pytest.param("loader", marks=pytest.mark.slow),
         pytest.param("validation", marks=pytest.mark.slow),
-        pytest.param("after backward", marks=pytest.mark.exhaustive),
         pytest.param("batch end", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_leaves_at_the_next_boundary(moment, tmp_path) -> None:
-    step = test_shrink.STEP.get(moment, 3)
+    step = STEP.get(moment, 3)
     order = {"validates": moment == "validation", "codes": True}
-    ledger = train(tmp_path, leaves(2, moment, step), **order)
+    ledger = leave(tmp_path, leaves(2, moment, step), **order)
     ledger.check_leaving([2], [0, 1, 3])
     assert {(tuple(e["sizes"]), tuple(e["lost"]), *e["ranks"]) for e in ledger.changes} == {
         ((4, 3), (2,), 0, 0),
         ((4, 3), (2,), 1, 1),
         ((4, 3), (2,), 3, 2),
     }
-    assert [entry["codes"] for entry in ledger.of("codes") if entry["place"] == 0] == [[0, 0, 0]]
+    assert [entry["codes"] for entry in ledger.of("codes", 0)] == [[0, 0, 0]]
     assert [entry["place"] for entry in ledger.of("unwinds")] == [2]
     assert "left: rank 2" in ledger.output
     assert "was asked to leave" in ledger.output
@@ -88,7 +59,7 @@ def test_rank_0_leaves_and_its_loggers_go_on(launcher, start_method, tmp_path) -
     """One log folder, in which no row is lost; the script gets what the next one has."""
     strategy = {"start_method": start_method}
     order = {"devices": 3, "logs": True, "checkpoints": {"every_n_train_steps": 4, "save_top_k": -1}}
-    ledger = train(tmp_path, leaves(0, "forward", 3), launcher=launcher, strategy=strategy, **order)
+    ledger = leave(tmp_path, leaves(0, "forward", 3), launcher=launcher, strategy=strategy, **order)
     ledger.check_leaving([0], [1, 2])
     assert recovery_counts(tmp_path) == ["0.0"]
     assert [path.name for path in tmp_path.glob("logs/*/*")] == ["version_0"]
@@ -103,14 +74,10 @@ def recovery_counts(folder: Path) -> list[str]:
 @pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])
 def test_a_new_process_takes_the_place_of_one_that_has_left(launcher, tmp_path) -> None:
     place = 0 if launcher else 1
-    order = {"devices": 3, "until_generation": 2, "logs": True, "trainer": {"max_epochs": 10_000}}
-    order["strategy"] = {"on_failure": "replace"}
-    ledger = test_replace.Ledger(
-        train(tmp_path, leaves(place, "forward", 3, generation=0), launcher=launcher, **order).folder
-    )
+    order = replacing(2, devices=3, logs=True, step_s=0.1)
+    ledger = leave(tmp_path, leaves(place, "forward", 3, generation=0), launcher=launcher, **order)
     ledger.check_members(3)
-    others = [other for other in range(3) if other != place]
-    assert [ledger.changes_of(other) for other in others] == [[[3, 2], [2, 3]]] * 2
+    assert [ledger.sizes_of(other) for other in range(3) if other != place] == [[[3, 2], [2, 3]]] * 2
     assert {(entry["cause"], entry["retried"]) for entry in ledger.changes} == {("None", False)}
     assert len(ledger.of("is torn down")) == 1
     assert set(recovery_counts(tmp_path)) == {"0.0"}, "nobody has failed"
@@ -120,11 +87,11 @@ def test_a_new_process_takes_the_place_of_one_that_has_left(launcher, tmp_path) 
 def test_two_leave_one_after_the_other_and_a_third_is_killed_while_all_gather(tmp_path) -> None:
     """The first one gathers all where another dies; it leaves after that has been made good."""
     faults = leaves(3, "forward", 2), leaves(2, "forward", 6), fault(1, "forward", 6)
-    ledger = train(tmp_path, *faults)
+    ledger = leave(tmp_path, *faults)
     ledger.check([0])
     assert sorted(entry["place"] for entry in ledger.of("is torn down")) == [2, 3]
-    assert [entry["lost"] for entry in ledger.changes if entry["place"] == 0] == [[3], [1], [1]]
-    causes = [entry["cause"] for entry in ledger.changes if entry["place"] == 0]
+    assert [entry["lost"] for entry in ledger.of("changes", 0)] == [[3], [1], [1]]
+    causes = [entry["cause"] for entry in ledger.of("changes", 0)]
     assert [cause == "None" for cause in causes] == [True, False, True]
 
 
@@ -135,7 +102,7 @@ def test_all_stop_where_too_few_would_stay(asked, tmp_path) -> None:
     launcher = RUN if len(asked) == 3 else ()
     order = {"devices": 3, "strategy": {"on_failure": options}}
     faults = [leaves(place, "forward", 3) for place in asked]
-    ledger = train(tmp_path, *faults, launcher=launcher, code=PREEMPTED, **order)
+    ledger = leave(tmp_path, *faults, launcher=launcher, code=PREEMPTED, **order)
     assert sorted(entry["place"] for entry in ledger.of("excepts")) == [0, 1, 2]
     assert ledger.of("changes") == []
     assert len({max(e["step"] for e in ledger.commits if e["place"] == place) for place in range(3)}) == 1
@@ -148,20 +115,20 @@ def test_a_rank_leaves_local_training_at_a_round(name, tmp_path) -> None:
     """Rounds follow steps 5, 8 and so on: nothing of the leaver's steps is lost."""
     options = {"name": name, "period": 3, "start_step": 3}
     order = {"strategy": {"model_averaging": options}, "trainer": {"max_epochs": 3}}
-    ledger = train(tmp_path, leaves(2, "forward", 7), **order)
+    ledger = leave(tmp_path, leaves(2, "forward", 7), **order)
     assert ledger.ended == [0, 1, 3]
     assert ledger.of("excepts") == []
     (step,) = {entry["step"] for entry in ledger.changes}
     assert step in (9, 12)  # the next round, or the one after that
     assert max(entry["step"] for entry in ledger.commits if entry["place"] == 2) == step - 1
     used = Counter(i for entry in ledger.of("tries") if entry["epoch"] == 0 for i in entry["ids"])
-    assert set(used) == set(range(test_shrink.SAMPLES))
+    assert set(used) == set(range(SAMPLES))
 
 
 def test_a_signal_of_the_scheduler_is_the_notice_and_sigterm_stops_all(tmp_path) -> None:
     order = {"devices": 3, "strategy": {"on_preemption": {"name": "leave", "signal": "SIGUSR1"}}}
     faults = leaves(2, "forward", 2, signal="SIGUSR1"), leaves(1, "forward", None, generation=1)
-    ledger = train(tmp_path, *faults, code=PREEMPTED, **order)
+    ledger = leave(tmp_path, *faults, code=PREEMPTED, **order)
     assert [entry["sizes"] for entry in ledger.changes] == [[3, 2]] * 2
     assert [entry["place"] for entry in ledger.of("excepts")] == [0, 1]
     assert [entry["place"] for entry in ledger.of("is torn down")] == [2]

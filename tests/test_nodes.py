@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,6 @@ def require_two_nodes(notes: dict[int, Note], weights: list[float]) -> None:
 def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node, tmp_path, launcher) -> None:
     nodes = [
         Node(
-            fresh=True,
             launcher=launcher,
             namespace=NAMESPACES[node],
             env={"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(node)},
@@ -119,17 +118,29 @@ def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node,
 @pytest.mark.parametrize("strategy", ["custom_ddp", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)])
 def test_nodes_meet_at_an_address_of_ipv6(network, tmp_path, where, strategy) -> None:
     address = "::1" if where == "loopback" else ADDRESSES_6[0]
+    env = {"MASTER_ADDR": address, "MASTER_PORT": str(PORT)}
+    namespaces = NAMESPACES if where == "link" else NAMESPACES[:1] * 2
+    fit_on_both(tmp_path, env, "NODE_RANK", namespaces, strategy=strategy)
+
+
+def fit_on_both(
+    folder: Path, env: dict[str, str], rank: str, namespaces: Sequence[str] = NAMESPACES, **options: Any
+) -> list[dict[str, Any]]:
+    """What a rank on each node notes, which all know by the variable `rank`: they have the same weights."""
     with contextlib.ExitStack() as stack:
-        runs = []
-        for node in range(2):
-            env = {"MASTER_ADDR": address, "MASTER_PORT": str(PORT), "NODE_RANK": str(node)}
-            namespace = NAMESPACES[0 if where == "loopback" else node]
-            options = {"strategy": strategy, "devices": 1, "num_nodes": 2}
-            runs.append(stack.enter_context(start_fit(tmp_path, "v6", env, namespace, **options)))
+        runs = [
+            stack.enter_context(
+                start_fit(
+                    folder, "it", {**env, rank: str(node)}, namespace, devices=1, num_nodes=2, **options
+                )
+            )
+            for node, namespace in enumerate(namespaces)
+        ]
         for run in runs:
             run.wait(TIMEOUT_S).check()
-    notes = notes_in(tmp_path)
-    assert notes["v6-0"]["weights"] == notes["v6-1"]["weights"]
+    notes = notes_in(folder)
+    assert notes["it-0"]["weights"] == notes["it-1"]["weights"]
+    return [notes["it-0"], notes["it-1"]]
 
 
 def test_torchrun_with_a_c10d_rendezvous_trains_what_one_node_does(network, single_node, tmp_path) -> None:
@@ -235,23 +246,9 @@ def test_twenty_jobs_that_start_at_the_same_moment_all_finish_without_a_port(tmp
 
 
 def test_pods_of_kubeflow_are_joined(network, tmp_path) -> None:
-    with contextlib.ExitStack() as stack:
-        runs = []
-        for rank in range(2):
-            env = {
-                "KUBERNETES_PORT": "tcp://127.0.0.1:443",
-                "MASTER_ADDR": ADDRESSES[0],
-                "MASTER_PORT": str(PORT),
-                "WORLD_SIZE": "2",
-                "RANK": str(rank),
-            }
-            options = {"is_kubeflow": True, "devices": 1, "num_nodes": 2}
-            runs.append(stack.enter_context(start_fit(tmp_path, "pod", env, NAMESPACES[rank], **options)))
-        for run in runs:
-            run.wait(TIMEOUT_S).check()
-    notes = notes_in(tmp_path)
-    assert [notes[f"pod-{rank}"]["interface"] for rank in range(2)] == list(INTERFACES)
-    assert notes["pod-0"]["weights"] == notes["pod-1"]["weights"]
+    env = {"KUBERNETES_PORT": "tcp://127.0.0.1:443", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
+    notes = fit_on_both(tmp_path, {**env, "WORLD_SIZE": "2"}, "RANK", is_kubeflow=True)
+    assert [note["interface"] for note in notes] == list(INTERFACES)
 
 
 MASTER = {"MASTER_ADDR": NOBODY, "MASTER_PORT": str(PORT)}

@@ -22,6 +22,7 @@ ALL_CASES = [
     "clip",
     "bf16",
     "manual",
+    "toggled",
     "manual_accumulate",
     "compiled",
     "two_epochs",
@@ -59,7 +60,7 @@ class Launch:
 
 def launch(strategy: str, cases: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Launch:
     out = folder / "results.pt"
-    args = ["--strategy", strategy, "--cases", ",".join(cases), "--out", str(out)]
+    args = [strategy, ",".join(cases), str(out)]
     script = run_script(SCRIPT, args, timeout_s=TIMEOUT_S, launcher=launcher, cwd=folder)
     return Launch(script=script, results=torch.load(out) if out.exists() else {})
 

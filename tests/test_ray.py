@@ -19,11 +19,8 @@ SCRIPT = Path(__file__).parent / "harness" / "ray_script.py"
 
 
 ORDERS = {
-    **{
-        f"{strategy}-{workers}": {"workers": workers, "strategy": strategy}
-        for strategy in ("ours", "ray")
-        for workers in (2, 4)
-    },
+    "ours": {"workers": 3, "strategy": "ours"},
+    "ray": {"workers": 3, "strategy": "ray"},
     "raise": {"workers": 2, "strategy": "ours", "fault": "raise"},
     "kill": {"workers": 2, "strategy": "ours", "fault": "kill"},
 }
@@ -33,27 +30,24 @@ ORDERS = {
 def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """How each training ended, in an interpreter that has Ray beside the packages of this one."""
     folder = tmp_path_factory.mktemp("ray")
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     (there,) = folder.glob("venv/lib/python*/site-packages")
     paths = [*site.getsitepackages(), str(Path(lightning_ddp.__file__).parents[1])]
     (there / "beside.pth").write_text("\n".join(paths))
-    subprocess.run([python, "-m", "pip", "install", "--quiet", RAY], check=True, timeout=240)
+    # pip is one of the packages beside; of the files of Ray few are imported
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile", RAY]
+    subprocess.run(install, check=True, timeout=240)
     done = subprocess.run(
-        [python, SCRIPT, folder, json.dumps(ORDERS)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [python, SCRIPT, folder, json.dumps(ORDERS)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return json.loads((folder / "notes.json").read_text())
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_workers_train_to_the_weights_of_ray_s_own_strategy(notes: dict[str, Any], workers: int) -> None:
-    ours, rays = notes[f"ours-{workers}"], notes[f"ray-{workers}"]
-    assert ours["world_size"] == rays["world_size"] == workers
+def test_workers_train_to_the_weights_of_ray_s_own_strategy(notes: dict[str, Any]) -> None:
+    ours, rays = notes["ours"], notes["ray"]
+    assert ours["world_size"] == rays["world_size"] == 3
     assert ours["weights"] == pytest.approx(rays["weights"], rel=1e-6)
     for note in (ours, rays):
         assert note["epochs"] == 2  # that the callback has reported

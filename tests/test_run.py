@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import itertools
 import json
 import os
 import pty
@@ -14,17 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_failures
-import test_hydra
-import test_shrink
 import user_script
-from harness import RUN, ScriptResult, free_port, run_script, start_script
+from harness import RUN, run_script, start_script
+from harness.ledger import fault, logged_rows, train
 from harness.scripts import ROOT, environment
 from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
@@ -33,15 +27,8 @@ from lightning_ddp import cli
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.telemetry.timeline import load_folder
 
-NUM_STARTS = 3
 SCRIPT = Path(user_script.__file__)
-PROGRAM = test_hydra.TESTS / "hydra_app" / "train.py"
 DEADLINE_S = 240.0
-
-
-def train(folder: Path, *args: str, **more: Any) -> ScriptResult:
-    """Runs a user's program on forked ranks."""
-    return run_script(SCRIPT, [*order(folder), *args], launcher=RUN, timeout_s=DEADLINE_S, **more)
 
 
 def test_all_ranks_are_forks_of_a_process_that_is_none_and_ends_last(tmp_path) -> None:
@@ -57,27 +44,6 @@ def test_all_ranks_are_forks_of_a_process_that_is_none_and_ends_last(tmp_path) -
         script.wait(DEADLINE_S).check()
     ends = require_trained(tmp_path, 3)
     assert [end["arguments"] for end in ends] == [["--x", "a b"]] * 3
-
-
-def test_a_module_is_run_as_a_module_and_others_are_imported_before(tmp_path) -> None:
-    package = tmp_path / "some_app"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "train.py").write_text(SCRIPT.read_text() + "\nfrom . import __path__\n")
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "imported_once.py").write_text("print('imported once', flush=True)")
-    result = run_script(
-        "some_app.train",
-        order(tmp_path),
-        {"PYTHONPATH": str(site)},
-        launcher=(*RUN, "--preload", "imported_once"),
-        is_module=True,
-        cwd=tmp_path,
-        timeout_s=DEADLINE_S,
-    ).check()
-    assert result.stdout.count("imported once") == 1
-    require_trained(tmp_path)
 
 
 # ---------------------------------------------------------------------- as a new interpreter
@@ -298,64 +264,6 @@ def test_children_are_started_by_python_where_a_variable_was_read_already(tmp_pa
 # ---------------------------------------------------------------------- ends
 
 
-FIRST = {("kill", 0, "backward", 2), ("exit", 2, "forward", 3)}
-
-
-def cells() -> Iterator[Any]:
-    """Those of `test_failures` by default, and each rank of three as the victim of each fault at each moment.
-
-    `--slow` runs each fault at every other moment with one victim; `--exhaustive` the rest.
-    """
-    rest = {(fault, victim, moment, n) for (fault, moment), (victim, n) in test_failures.BY_DEFAULT.items()}
-    rest |= {(*cell, 3) for cell in itertools.product(test_failures.FAULTS, range(3), test_failures.MOMENTS)}
-    matrix = itertools.product(enumerate(test_failures.FAULTS), enumerate(test_failures.MOMENTS))
-    slow = {(fault, (i + j) // 2 % 3, moment, 3) for (i, fault), (j, moment) in matrix if (i + j) % 2 == 0}
-    for cell in sorted(slow | rest | FIRST):
-        fault, victim, moment, size = cell
-        tier = pytest.mark.slow if cell in slow else pytest.mark.exhaustive
-        marks = () if cell in FIRST else tier
-        yield pytest.param(*cell, id=f"{fault}-rank{victim}of{size}-{moment}", marks=marks)
-
-
-@pytest.mark.parametrize(("fault", "victim", "moment", "world_size"), list(cells()))
-def test_a_fault_ends_all_ranks_with_its_cause(tmp_path, fault, victim, moment, world_size) -> None:
-    test_failures.check_fault(tmp_path, fault, victim, moment, world_size, launcher=RUN)
-
-
-@pytest.mark.parametrize("when", ["ready", pytest.param("stopped", marks=pytest.mark.slow)])
-def test_all_ranks_vanish_with_a_supervisor_that_is_killed(tmp_path, when) -> None:
-    with start_script(SCRIPT, order(tmp_path, pause="fit"), launcher=RUN) as script:
-        notes = wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
-        if when == "stopped":
-            for rank in range(2):
-                os.kill(notes[f"ready-{rank}"]["pid"], signal.SIGSTOP)
-        os.kill(script.pid, signal.SIGKILL)
-        assert script.wait(DEADLINE_S, leftover_grace_s=60.0).returncode == -signal.SIGKILL
-
-
-BEFORE_THEY_MEET = """
-import os, sys, time
-from pathlib import Path
-rank = os.environ.get("LOCAL_RANK", "0")
-if rank == "1":
-    Path(sys.argv[1], "begun").write_text(str(os.getppid()))
-    time.sleep(600)
-import pytorch_lightning as pl, lightning_ddp
-from pytorch_lightning.demos.boring_classes import BoringModel
-Path(sys.argv[1], "first").write_text(str(os.getpid()))
-pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False).fit(BoringModel())
-"""
-
-
-@pytest.mark.parametrize("victim", ["supervisor", "rank 0"])
-def test_a_child_that_has_not_met_the_others_dies_with(tmp_path, victim) -> None:
-    with start_script(BEFORE_THEY_MEET, [str(tmp_path)], launcher=RUN) as script:
-        script.wait_until((tmp_path / "begun").exists)
-        pid = script.pid if victim == "supervisor" else int((tmp_path / "first").read_text())
-        os.kill(pid, signal.SIGKILL)
-        assert script.wait(DEADLINE_S, leftover_grace_s=30.0).returncode == -signal.SIGKILL
-
-
 def test_sigterm_to_the_supervisor_stops_all_ranks_at_one_step(tmp_path) -> None:
     with start_script(SCRIPT, order(tmp_path, pause="fit"), launcher=RUN) as script:
         wait_for_notes(script, tmp_path, ["ready-0", "ready-1"])
@@ -421,32 +329,6 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
         os.waitpid(pid, 0)
 
 
-STUCK = {
-    "rank 0": ("exception", 1, 0),
-    "a child": ("exception", 0, 1),
-    "a child alone": ("kill", 0, 1),
-}
-"""What is stuck -> fault, victim, the rank that is stuck."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", STUCK)
-def test_a_rank_that_never_ends_is_ended(tmp_path, who) -> None:
-    fault, victim, stuck = STUCK[who]
-    arguments = order(
-        tmp_path,
-        strategy={"failure_grace_s": test_failures.SHORT_S},
-        fault=fault,
-        rank=victim,
-        stuck="expression",
-        stuck_rank=stuck,
-    )
-    result = run_script(SCRIPT, arguments, launcher=RUN, timeout_s=DEADLINE_S)
-    assert result.returncode == (1 if who == "a child" else -signal.SIGKILL)
-    report = result.stderr.rpartition("lightning_ddp: ")[2]
-    assert report.startswith(f"rank {victim} (node 0, host "), result.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lost",
@@ -459,27 +341,13 @@ def test_a_rank_that_never_ends_is_ended(tmp_path, who) -> None:
 )
 def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
     """Of rank 0, which all of these are when they are lost but for the first, loggers and checkpoints too."""
-    order = {
-        "folder": str(tmp_path),
-        "devices": 3,
-        "faults": [test_shrink.fault(place, *when) for place, when in lost.items()],
-        "logs": True,
-        "records": True,
-        "validates": True,
-        "checkpoints": {
-            "every_n_train_steps": 2,
-            "dirpath": None,
-            "monitor": "step",
-            "mode": "max",
-            "save_last": True,
-        },
-        "trainer": {"log_every_n_steps": 1},
-    }
-    result = run_script(test_shrink.SCRIPT, [json.dumps(order)], launcher=RUN, timeout_s=DEADLINE_S).check()
-    ledger = test_shrink.Ledger(tmp_path)
+    saving = {"dirpath": None, "monitor": "step", "mode": "max", "save_last": True, "every_n_train_steps": 2}
+    faults = [fault(place, *when) for place, when in lost.items()]
+    order = {"devices": 3, "logs": True, "records": True, "validates": True, "checkpoints": saving}
+    ledger = train(tmp_path, launcher=RUN, faults=faults, trainer={"log_every_n_steps": 1}, **order)
     ledger.check([rank for rank in range(3) if rank not in lost])
     (folder,) = tmp_path.glob("logs/*/*")
-    rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+    rows = logged_rows(tmp_path)
     steps = {key: [int(row["step"]) for row in rows if row[key]] for key in rows[0]}
     logged, taken = steps["loss_step"], range(len(ledger.by_step()))
     assert set(logged) <= set(taken)
@@ -492,7 +360,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
         for path in (Path(entry["best"]), Path(entry["last"])):
             assert path.parent == folder / "checkpoints"
             assert path.exists()
-    history = re.search(r"this run continued (\d) times? with other ranks.*:\n((?:  .*\n)+)", result.stderr)
+    history = re.search(r"this run continued (\d) times? with other ranks.*:\n((?:  .*\n)+)", ledger.output)
     assert history is not None
     assert int(history[1]) == len(history[2].splitlines()) == len(lost)
     sizes = [(3 - number, 2 - number) for number in range(len(lost))]
@@ -523,51 +391,6 @@ def test_a_zygote_that_is_killed_ends_all_ranks(tmp_path) -> None:
     assert {seen[f"on_exception-{rank}"]["kind"] for rank in range(2)} == {"PeerFailure"}
 
 
-@pytest.mark.slow
-def test_srun_starts_it_once_a_node(tmp_path) -> None:
-    variables = {
-        "SLURM_NTASKS": "2",
-        "SLURM_NNODES": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODELIST": "localhost",
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_STEP_ID": "0",
-        "MASTER_PORT": str(free_port()),
-    }
-    with contextlib.ExitStack() as stack:
-        runs = []
-        for node in map(str, range(2)):
-            env = {**variables, "SLURM_PROCID": node, "SLURM_NODEID": node}
-            arguments = order(tmp_path, trainer={"devices": 2, "num_nodes": 2})
-            run = start_script(SCRIPT, arguments, env, launcher=RUN)
-            runs.append(stack.enter_context(run))
-        for running in runs:
-            running.wait(DEADLINE_S).check()
-    assert {end["port"] for end in require_trained(tmp_path, 4)} == {variables["MASTER_PORT"]}
-
-
-# ---------------------------------------------------------------------- Hydra, devices, other strategies
-
-
-def test_ranks_get_the_job_that_hydra_has_composed(tmp_path) -> None:
-    run = test_hydra.Run(tmp_path, PROGRAM, launcher=RUN).check()
-    (notes,) = run.jobs().values()
-    test_hydra.require_one_job(notes)
-    assert notes[0]["parent"] == notes[1]["parent"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_module", [False, True])
-def test_each_job_of_a_sweep_is_run_on_forked_ranks(tmp_path, is_module) -> None:
-    program = "hydra_app.train" if is_module else PROGRAM
-    run = test_hydra.Run(tmp_path, program, ["-m", "lr=0.1,0.2"], is_module=is_module, launcher=RUN).check()
-    assert len(run.jobs()) == 2
-    for notes in run.jobs().values():
-        test_hydra.require_one_job(notes)
-
-
 def test_the_supervisor_never_touches_the_device(simulated_cuda, tmp_path) -> None:
     site = tmp_path / "site"
     site.mkdir()
@@ -589,10 +412,10 @@ def test_the_supervisor_never_touches_the_device(simulated_cuda, tmp_path) -> No
     assert touched == ["False"] * 3, "before the fork of rank 0, of the zygote, and of rank 1"
 
 
-LIGHTNINGS_OWN = """
+OTHERS = """
 import sys
-import {root} as pl
-from {root}.demos.boring_classes import BoringModel
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_ddp
 
 for strategy in sys.argv[1:]:
@@ -606,26 +429,9 @@ for strategy in sys.argv[1:]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("root", ["pytorch_lightning", "lightning.pytorch"])
-@pytest.mark.parametrize("strategies", [["ddp"], ["custom_ddp", "custom_ddp"]], ids=["ddp", "twice"])
-def test_other_strategies_and_several_fits_run_as_under_python(root, strategies) -> None:
-    script = LIGHTNINGS_OWN.format(root=root)
+def test_other_strategies_and_the_other_namespace_run_as_under_python() -> None:
+    strategies = ["custom_ddp", "ddp"]
     # Lightning's rank 0 does not wait for the others
-    result = run_script(script, strategies, launcher=RUN, timeout_s=DEADLINE_S, leftover_grace_s=60.0)
+    result = run_script(OTHERS, strategies, launcher=RUN, timeout_s=DEADLINE_S, leftover_grace_s=60.0)
     fitted = sorted(line for line in result.check().stdout.splitlines() if line.startswith("fitted"))
-    assert fitted == sorted(f"fitted {name} {rank}" for name in strategies for rank in range(2))
-
-
-@pytest.mark.slow
-def test_eight_ranks_start_again_and_again_beside_a_load(tmp_path) -> None:
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(10)]
-    try:
-        for number in range(NUM_STARTS):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            train_eight = order(folder, trainer={"devices": 8, "max_steps": 2})
-            run_script(SCRIPT, train_eight, launcher=RUN, timeout_s=DEADLINE_S).check()
-    finally:
-        for process in load:
-            process.kill()
-            process.wait()
+    assert fitted == [f"fitted {name} {rank}" for name in strategies for rank in range(2)]

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_replace
 import torch
-from test_shrink import CELLS, HOOKS, MOMENTS, STEP, Ledger, check_behind, fault, hash_of, train
+from harness.ledger import Ledger, fault, hash_of, replace, train
+from test_shrink import CELLS, HOOKS, MOMENTS, STEP
 
 from lightning_ddp.elastic import regroup
 from lightning_ddp.errors import LightningDDPError
@@ -91,7 +91,7 @@ def test_a_rank_that_is_a_step_behind_copies_the_state(simulated_cuda, tmp_path)
     order = {"late": [1, 3], "late_s": 3.0, "devices": 4, "faults": [fault(3, "optimizer", 3)]}
     ledger = train(tmp_path, env=variables(simulated_cuda), **order)
     check(ledger, [0, 1, 2])
-    check_behind(ledger)
+    ledger.check_behind()
 
 
 @pytest.mark.exhaustive
@@ -117,6 +117,6 @@ def test_the_last_step_is_saved_where_the_others_do_not_go_on(simulated_cuda, tm
 @pytest.mark.exhaustive
 def test_a_lost_rank_is_replaced_while_the_others_train(simulated_cuda, tmp_path) -> None:
     kill = fault(1, "between buckets", 3)
-    ledger = test_replace.train(tmp_path, kill, env=variables(simulated_cuda))
+    ledger = replace(tmp_path, kill, env=variables(simulated_cuda))
     ledger.check_members(3)
     assert {str(entry["reports"]) for entry in ledger.of("finds")} == {"[]"}

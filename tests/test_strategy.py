@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_script, run_threads
+from harness import TRAINS, run_ranks, run_script, run_threads
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
@@ -152,11 +152,8 @@ def test_no_backward_sync_is_refused_with_automatic_optimisation() -> None:
     run_threads(rank_main, 1)
 
 
-HOOKED = """
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
+HOOKED = f"""{TRAINS}
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
-import lightning_ddp
 
 calls = []
 
@@ -168,12 +165,9 @@ if __name__ == "__main__":
     strategy = lightning_ddp.CustomDDPStrategy(
         ddp_comm_state="the state", ddp_comm_hook=hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper
     )
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    trainer.fit(BoringModel())
-    print("CALLS", trainer.global_rank, calls, flush=True)
+    ours = trainer(strategy, max_steps=3)
+    ours.fit(BoringModel())
+    print("CALLS", ours.global_rank, calls, flush=True)
 """
 
 
@@ -183,13 +177,9 @@ def test_a_hook_runs_on_the_cpu_once_a_bucket_and_step() -> None:
         assert f"CALLS {rank} [('the state', 0), ('the state', 0), ('the state', 0)]" in result.stdout
 
 
-LBFGS = """
-import sys
+LBFGS = f"""{TRAINS}
 from datetime import timedelta
-import pytorch_lightning as pl
-import torch
 from torch.utils.data import DataLoader
-import lightning_ddp
 
 class Model(pl.LightningModule):
     def __init__(self, is_manual):
@@ -221,16 +211,12 @@ class Model(pl.LightningModule):
         return torch.optim.LBFGS(self.parameters(), line_search_fn="strong_wolfe")
 
 if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy=lightning_ddp.CustomDDPStrategy(timeout=timedelta(seconds=20)), accelerator="cpu", devices=2,
-        max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    ours = trainer(lightning_ddp.CustomDDPStrategy(timeout=timedelta(seconds=20)), max_steps=4)
     model = Model(sys.argv[1] == "manual")
     batches = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
-    trainer.fit(model, DataLoader(batches, batch_size=8))
+    ours.fit(model, DataLoader(batches, batch_size=8))
     sums = [p.sum().item() for p in model.parameters()]
-    print("RANK", trainer.global_rank, model.num_calls, sums, flush=True)
+    print("RANK", ours.global_rank, model.num_calls, sums, flush=True)
 """
 
 
@@ -242,21 +228,12 @@ def test_lbfgs_calls_its_closure_equally_often_on_all_ranks(optimisation) -> Non
     assert ranks[0][1] == ranks[1][1]
 
 
-RESTORED = """
-import pytorch_lightning as pl
-import torch
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-
+RESTORED = f"""{TRAINS}
 if __name__ == "__main__":
     strategy = lightning_ddp.CustomDDPStrategy(start_method="fork", ddp_comm_hook="topk")
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )
-    model = BoringModel()
-    trainer.fit(model)
-    checkpoint = torch.load(trainer.checkpoint_callback.best_model_path)
+    ours, model = trainer(strategy, max_steps=2, enable_checkpointing=True), BoringModel()
+    ours.fit(model)
+    checkpoint = torch.load(ours.checkpoint_callback.best_model_path)
     assert checkpoint["lightning_ddp"]
     strategy.optimizers = [torch.optim.SGD(model.parameters(), lr=7.0)]
     strategy.load_optimizer_state_dict(checkpoint)

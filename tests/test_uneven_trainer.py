@@ -55,7 +55,7 @@ def launch(
 ) -> list[dict[str, Any]]:
     """The results of rank 0 and of rank 1, by case."""
     out = folder / "results"
-    args = ["--cases", ",".join(cases), "--out", str(out)]
+    args = [",".join(cases), str(out)]
     run_script(SCRIPT, args, env, timeout_s=TIMEOUT_S, launcher=launcher, cwd=folder).check()
     return [torch.load(out.with_suffix(f".{rank}.pt")) for rank in range(2)]
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -92,6 +92,16 @@ class Untellable(Exception):
 
     def __str__(self) -> str:
         raise KeyError("template")
+
+
+RAISED: dict[str, Callable[[], Exception]] = {
+    **dict.fromkeys(("exception", "late"), lambda: ValueError("expected 3 channels, got 1")),
+    "long": lambda: ValueError("漢" * 7_000 + "\U0001f600" * 7_000),
+    "untellable": Untellable,
+    "words": lambda: RuntimeError("this model was exported for nccl, not for gloo"),
+    "memory": lambda: MemoryError("cannot allocate 80 GiB"),
+}
+"""Fault -> what the victim raises."""
 
 
 def order(folder: Path, **more: Any) -> list[str]:
@@ -200,19 +210,10 @@ class Model(pl.LightningModule):
             re.match(r"(a+)+$", "a" * 60 + "b")
 
     def fail(self, fault: str) -> None:
-        if fault == "exception":
-            raise ValueError("expected 3 channels, got 1")
         if fault == "late":
             threading.Event().wait(2.0 * self.global_rank)
-            raise ValueError("expected 3 channels, got 1")
-        if fault == "long":
-            raise ValueError("漢" * 7_000 + "\U0001f600" * 7_000)
-        if fault == "untellable":
-            raise Untellable
-        if fault == "words":
-            raise RuntimeError("this model was exported for nccl, not for gloo")
-        if fault == "memory":
-            raise MemoryError("cannot allocate 80 GiB")
+        if fault in RAISED:
+            raise RAISED[fault]()
         if fault == "exit":
             os._exit(3)
         if fault == "told":

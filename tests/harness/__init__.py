@@ -11,6 +11,7 @@ from harness.outcomes import RankFailed, RankOutcome
 from harness.processes import run_ranks, run_ranks_outcomes, store_elsewhere
 from harness.scripts import (
     RUN,
+    TRAINS,
     RunningScript,
     ScriptFailed,
     ScriptResult,
@@ -22,6 +23,7 @@ from harness.threads import run_threads, run_threads_outcomes
 
 __all__ = [
     "RUN",
+    "TRAINS",
     "ProcessLeftBehind",
     "RankFailed",
     "RankOutcome",

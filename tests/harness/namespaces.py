@@ -8,10 +8,9 @@ import os
 import select
 import struct
 import threading
-import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -37,13 +36,11 @@ def can_shape_links() -> bool:
 
 
 class Link:
-    """Carries the packets between both namespaces, which have tun devices: it can lose and delay them."""
+    """Carries the packets between both namespaces, which have tun devices: it can lose them."""
 
     def __init__(self) -> None:
         self.lost: set[int] = set()
         """Namespaces of which all that they send is lost."""
-        self.delay_s = 0.0
-        """How long each packet of the second one is on its way."""
         with ThreadPoolExecutor(1) as thread:  # to move into a namespace is a matter of one thread
             self._ends = [thread.submit(_open_tun, end).result() for end in range(2)]
         self._wake, self._is_over = os.pipe()
@@ -54,23 +51,15 @@ class Link:
         self._thread.start()
 
     def _carry(self) -> None:
-        on_the_way: deque[tuple[float, bytes]] = deque()
         while True:
-            wait_s = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
-            ready, _, _ = select.select([*self._ends, self._wake], (), (), wait_s)
+            ready, _, _ = select.select([*self._ends, self._wake], (), ())
             if self._wake in ready:
                 return
             for end in (0, 1):
                 if self._ends[end] in ready:
                     packet = os.read(self._ends[end], 65_535)
-                    if end in self.lost:
-                        continue
-                    if end == 0:
-                        os.write(self._ends[1], packet)
-                    else:
-                        on_the_way.append((time.monotonic() + self.delay_s, packet))
-            while on_the_way and on_the_way[0][0] <= time.monotonic():
-                os.write(self._ends[0], on_the_way.popleft()[1])
+                    if end not in self.lost:
+                        os.write(self._ends[1 - end], packet)
 
     def close(self) -> None:
         """Takes the devices away."""
@@ -93,47 +82,38 @@ def _open_tun(end: int) -> int:
 @contextlib.contextmanager
 def two_namespaces_with_link() -> Iterator[Link]:
     """As `two_namespaces`, with a link that the test has in its hand."""
-    link = None
-    try:
+    with _namespaces_with(Link) as link:
+        link.start()
         try:
-            _make_namespaces()
-            link = Link()
-            _set_addresses()
-            link.start()
-        except (OSError, ToolError) as error:
-            pytest.skip(f"no network namespaces with tun devices here: {error}")
-        yield link
-    finally:
-        if link is not None:
+            yield link
+        finally:
             link.close()
-        _remove()
 
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[None]:
     """Makes both and the link; skips the test, with the reason, where that is not permitted."""
-    try:
-        _make()
-    except (OSError, ToolError) as error:
-        _remove()
-        pytest.skip(f"no network namespaces here: {error}")
-    try:
-        yield
-    finally:
-        _remove()
-
-
-def _make() -> None:
-    _make_namespaces()
     first = ["link", "add", INTERFACES[0], "netns", NAMESPACES[0], "type", "veth"]
-    ip(*first, "peer", INTERFACES[1], "netns", NAMESPACES[1])
-    _set_addresses()
+    with _namespaces_with(lambda: ip(*first, "peer", INTERFACES[1], "netns", NAMESPACES[1])):
+        yield
 
 
-def _make_namespaces() -> None:
-    for name in NAMESPACES:
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
+@contextlib.contextmanager
+def _namespaces_with(join: Callable[[], Any]) -> Iterator[Any]:
+    try:
+        try:
+            for name in NAMESPACES:
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            joined = join()
+            _set_addresses()
+        except (OSError, ToolError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield joined
+    finally:
+        for name in NAMESPACES:
+            with contextlib.suppress(ToolError):
+                ip("netns", "del", name)
 
 
 def _set_addresses() -> None:
@@ -142,9 +122,3 @@ def _set_addresses() -> None:
         with contextlib.suppress(ToolError):  # a kernel without IPv6
             ip("-n", name, "addr", "add", f"{addresses[1]}/64", "dev", interface, "nodad")
         ip("-n", name, "link", "set", interface, "up")
-
-
-def _remove() -> None:
-    for name in NAMESPACES:
-        with contextlib.suppress(ToolError):
-            ip("netns", "del", name)

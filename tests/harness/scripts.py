@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,6 +27,20 @@ from harness.script_server import LONGEST_MESSAGE, TEMPLATE_NAME
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("-m", "lightning_ddp", "run")
 """The launcher of a script whose ranks are forks of a supervisor."""
+TRAINS = """
+import gc, os, signal, sys, threading, time, weakref
+import pytorch_lightning as pl, torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+import lightning_ddp
+
+names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+quiet = dict.fromkeys(names, False)
+
+def trainer(strategy="custom_ddp", devices=2, **more):
+    options = {"limit_val_batches": 0, **quiet, **more}
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
+"""
+"""How the text of a script begins that makes a quiet Trainer with `trainer()`."""
 HIDDEN_PACKAGES = ("scipy", "matplotlib")
 _NOT_INHERITED = ("PYTEST_", "PL_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "MASTER_", "LOCAL_")
 _NOT_INHERITED_NAMES = {"RANK", "NODE_RANK", "WORLD_SIZE", "PYTHONUNBUFFERED"}
@@ -76,51 +91,20 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 240.0,
     *,
-    fresh: bool = False,
-    python: str = sys.executable,
-    launcher: Sequence[str] = (),
-    is_module: bool = False,
-    cwd: Path | None = None,
-    namespace: str | None = None,
     leftover_grace_s: float = LEFTOVER_GRACE_S,
-    hidden_packages: Sequence[str] = HIDDEN_PACKAGES,
+    **how: Any,
 ) -> ScriptResult:
     """Runs a script in a session of its own and waits until it has ended.
 
     Args:
-        source_or_path: the text of the script, or a `Path` to it.
-        args: arguments after the script.
-        env: variables on top of this process's environment, less those that describe a rank and the one for
-            unbuffered output; `PYTHONPATH` comes after that of the package. `SIMULATED_CUDA` gives the script
-            the devices of `simcuda`.
         timeout_s: after this the processes are made to print their stacks and are killed.
-        fresh: whether it and all that it starts are new interpreters, where the import, the command line or
-            the start itself is what is tested; if not, forks of one that has imported torch and Lightning
-            (see `script_server.py`).
-        python: the interpreter of a fresh one.
-        launcher: what stands between `python` and the script, such as `-m torch.distributed.run`.
-        is_module: whether `source_or_path` is the name of a module, to be run with `-m`.
-        cwd: where it runs; by default a folder that is removed afterwards.
-        namespace: the name of the network namespace that it runs in; by default this process's.
         leftover_grace_s: how long after its end other processes of it may still live.
-        hidden_packages: what Python is to take for not installed; `light/sitecustomize.py` says why.
 
     Raises:
         ScriptFailed: it did not end within `timeout_s`.
         ProcessLeftBehind: it ended, but not all processes that it started, in its session or another one.
     """
-    with start_script(
-        source_or_path,
-        args,
-        env,
-        fresh=fresh,
-        python=python,
-        launcher=launcher,
-        is_module=is_module,
-        cwd=cwd,
-        namespace=namespace,
-        hidden_packages=hidden_packages,
-    ) as script:
+    with start_script(source_or_path, args, env, **how) as script:
         return script.wait(timeout_s, leftover_grace_s)
 
 
@@ -131,18 +115,33 @@ def start_script(
     env: Mapping[str, str] | None = None,
     *,
     fresh: bool = False,
-    python: str = sys.executable,
     launcher: Sequence[str] = (),
     is_module: bool = False,
     cwd: Path | None = None,
     namespace: str | None = None,
     hidden_packages: Sequence[str] = HIDDEN_PACKAGES,
 ) -> Iterator[RunningScript]:
-    """As `run_script`, for a test that does something meanwhile; what still runs at the end is killed."""
+    """Starts a script for a test that does something meanwhile; what still runs at the end is killed.
+
+    Args:
+        source_or_path: the text of the script, or a `Path` to it.
+        args: arguments after the script.
+        env: variables on top of this process's environment, less those that describe a rank and the one for
+            unbuffered output; `PYTHONPATH` comes after that of the package. `SIMULATED_CUDA` gives the script
+            the devices of `simcuda`.
+        fresh: whether it and all that it starts are new interpreters, where the import, the command line or
+            the start itself is what is tested; if not, forks of one that has imported torch and Lightning
+            (see `script_server.py`).
+        launcher: what stands between the interpreter and the script, such as `-m torch.distributed.run`.
+        is_module: whether `source_or_path` is the name of a module, to be run with `-m`.
+        cwd: where it runs; by default a folder that is removed afterwards.
+        namespace: the name of the network namespace that it runs in; by default this process's.
+        hidden_packages: what Python is to take for not installed; `light/sitecustomize.py` says why.
+    """
     with tempfile.TemporaryDirectory(prefix="script-") as scratch:
         program = ["-m", source_or_path] if is_module else [_script_path(source_or_path, Path(scratch))]
         order = {
-            "command": [python, *launcher, *map(str, program), *args],
+            "command": [sys.executable, *launcher, *map(str, program), *args],
             "cwd": str(cwd or scratch),
             "env": environment(env or {}, hidden_packages),
             "folder": scratch,

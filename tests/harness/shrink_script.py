@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -46,10 +45,6 @@ IS_NEW = "LIGHTNING_DDP_JOIN" in os.environ
 """Whether this process comes in the place of a lost one."""
 
 
-PAUSES = {"sleep": time.sleep, "keep the GIL": lambda seconds: ctypes.PyDLL(None).usleep(int(1e6 * seconds))}
-"""How a rank may do nothing for some seconds."""
-
-
 def place() -> int:
     """The first rank of this process; -1 for one that only waits for its ranks."""
     if "LOCAL_RANK" not in os.environ and "start_method" in ORDER.get("strategy", {}):
@@ -64,11 +59,6 @@ def die_if(moment: str, step: int) -> None:
         if (fault["place"], fault["moment"]) == (place(), moment) and fault["step"] in (step, None):
             if fault.get("generation", generation()) != generation():
                 continue
-            if fault.get("how") in PAUSES:
-                ORDER["faults"].remove(fault)
-                note(event="pauses")
-                PAUSES[fault["how"]](fault["seconds"])
-                return
             if fault.get("how") == "leaves":
                 ask_to_leave(fault.get("signal", "SIGTERM"))
                 return

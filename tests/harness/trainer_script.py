@@ -2,13 +2,13 @@
 
 A script as users write them, run by `test_parity_trainer.py` under several strategies and launchers:
 
-    python trainer_script.py --strategy custom_ddp --cases plain,clip --out results.pt
+    python trainer_script.py custom_ddp plain,clip results.pt
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,18 @@ class TwoOptimizers(Classifier):
         )
 
 
+class Toggled(TwoOptimizers):
+    """As those of a GAN: in each backward the parameters of the other one require no gradient."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss(batch) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
 class Accumulating(Classifier):
     """Manual optimisation with two micro-batches a step; gradients of the first stay on their rank."""
 
@@ -122,8 +134,20 @@ class Accumulating(Classifier):
         optimizer.zero_grad()
 
 
+PLAIN: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+    "plain": (Classifier, {}),
+    "accumulate": (Classifier, {"accumulate_grad_batches": 2}),
+    "clip": (Classifier, {"gradient_clip_val": 0.05}),
+    "bf16": (Classifier, {"precision": "bf16-mixed"}),
+    "manual": (TwoOptimizers, {}),
+    "toggled": (Toggled, {}),
+    "manual_accumulate": (Accumulating, {}),
+}
+"""Name -> model, options of the Trainer."""
+
+
 class Cases:
-    """The ways to train; each method is one, named by what it shows."""
+    """The ways to train that are not `PLAIN`; each method is one, named by what it shows."""
 
     def __init__(self, strategy: str, folder: Path) -> None:
         self.strategy = strategy
@@ -150,36 +174,6 @@ class Cases:
         trainer.fit(model, loader(0, NUM_TRAIN, shuffle=True), ckpt_path=ckpt_path)
         return trainer
 
-    def plain(self) -> dict[str, Any]:
-        model = Classifier("plain")
-        self.fit(model)
-        return {"state": model.state_dict()}
-
-    def accumulate(self) -> dict[str, Any]:
-        model = Classifier("accumulate")
-        self.fit(model, accumulate_grad_batches=2)
-        return {"state": model.state_dict()}
-
-    def clip(self) -> dict[str, Any]:
-        model = Classifier("clip")
-        self.fit(model, gradient_clip_val=0.05)
-        return {"state": model.state_dict()}
-
-    def bf16(self) -> dict[str, Any]:
-        model = Classifier("bf16")
-        self.fit(model, precision="bf16-mixed")
-        return {"state": model.state_dict()}
-
-    def manual(self) -> dict[str, Any]:
-        model = TwoOptimizers("manual")
-        self.fit(model)
-        return {"state": model.state_dict()}
-
-    def manual_accumulate(self) -> dict[str, Any]:
-        model = Accumulating("manual_accumulate")
-        self.fit(model)
-        return {"state": model.state_dict()}
-
     def compiled(self) -> dict[str, Any]:
         model = Quiet("compiled")
         compiled = torch.compile(model, backend="aot_eager")
@@ -188,24 +182,18 @@ class Cases:
 
     def two_epochs(self) -> dict[str, Any]:
         model = Classifier("two_epochs")
-        trainer = self.fit(model, max_epochs=2)
-        return {
-            "state": model.state_dict(),
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-        }
+        return self.end_of(self.fit(model, max_epochs=2))
 
     def resumed(self) -> dict[str, Any]:
         checkpoint = str(self.folder / "after_one_epoch.ckpt")
         trainer = self.fit(Classifier("resumed"))
         trainer.save_checkpoint(checkpoint)
         model = Classifier("resumed")
-        trainer = self.fit(model, ckpt_path=checkpoint, max_epochs=2)
-        return {
-            "state": model.state_dict(),
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-        }
+        return self.end_of(self.fit(model, ckpt_path=checkpoint, max_epochs=2))
+
+    def end_of(self, trainer: pl.Trainer) -> dict[str, Any]:
+        state = trainer.lightning_module.state_dict()
+        return {"state": state, "epoch": trainer.current_epoch, "global_step": trainer.global_step}
 
     def fit_twice_and_evaluate(self) -> dict[str, Any]:
         model = Classifier("fit_twice_and_evaluate")
@@ -221,18 +209,22 @@ class Cases:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", required=True)
-    parser.add_argument("--cases", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    cases = Cases(args.strategy, args.out.parent)
+    strategy, names, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    cases = Cases(strategy, out.parent)
     results = {}
-    for name in args.cases.split(","):
+    for name in names.split(","):
         pl.seed_everything(7, verbose=False)
-        results[name] = getattr(cases, name)()
+        if name in PLAIN:
+            kind, options = PLAIN[name]
+            if kind is Toggled and strategy == "ddp":  # ours needs no search
+                options = {"strategy": "ddp_find_unused_parameters_true"}
+            model = kind(name)
+            cases.fit(model, **options)
+            results[name] = {"state": model.state_dict()}
+        else:
+            results[name] = getattr(cases, name)()
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            torch.save(results, args.out)  # after each, so that a later failure does not hide it
+            torch.save(results, out)  # after each, so that a later failure does not hide it
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
 Run by `test_uneven_trainer.py`; every rank writes a file of its own, `results.<rank>.pt`:
 
-    python uneven_script.py --cases sized,unsized --out results
+    python uneven_script.py sized,unsized results
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +214,36 @@ class KeepsAutomatic(Regression):
             return self.loss(batch)
 
 
+PLAIN: dict[str, tuple[Callable[[], Regression], dict[str, Any] | None, dict[str, Any]]] = {
+    "sized": (lambda: Regression([3, 5]), None, {}),
+    "unsized": (lambda: Regression([3, 5], is_sized=False), None, {}),
+    "limited": (lambda: Regression([3, 5]), None, {"limit_train_batches": 4}),
+    "accumulated": (lambda: Regression([5, 3]), None, {"accumulate_grad_batches": 2}),
+    "over_active": (
+        lambda: Regression([3, 5]),
+        {"uneven_inputs": "join", "divide_by_initial_world_size": False},
+        {},
+    ),
+    "single_samples": (lambda: Regression([3, 4], batch_size=1), None, {}),
+    "none_in_second_epoch": (
+        lambda: Shrinking([[2, 3], [0, 2]], is_sized=False),
+        None,
+        {"reload_dataloaders_every_n_epochs": 1},
+    ),
+    # what is refused; run where an error in all processes does not end them
+    "none_in_first_epoch": (lambda: Regression([0, 2], is_sized=False), None, {}),
+    "error_mode": (lambda: Regression([3, 5]), {"uneven_inputs": "error"}, {}),
+    "error_mode_even": (lambda: Regression([3, 3]), {"uneven_inputs": "error"}, {}),
+    "two_loaders": (lambda: TwoLoaders([2, 2]), None, {}),
+    "dataloader_iter": (lambda: FetchesItself([2, 2]), None, {}),
+    "sized_on_rank_zero": (lambda: SizedOnRankZero([2, 2]), None, {}),
+    "keeps_automatic": (lambda: KeepsAutomatic([2, 2]), None, {}),
+}
+"""Name -> model, arguments of the strategy, options of the Trainer."""
+
+
 class Cases:
-    """The ways to train; each method is one."""
+    """The ways to train that are not `PLAIN`; each method is one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -255,24 +283,6 @@ class Cases:
             "ranks": trainer.callback_metrics["ranks"].item() if model.seen else None,
         }
 
-    def sized(self) -> dict[str, Any]:
-        return self.fit(Regression([3, 5]))
-
-    def unsized(self) -> dict[str, Any]:
-        return self.fit(Regression([3, 5], is_sized=False))
-
-    def limited(self) -> dict[str, Any]:
-        return self.fit(Regression([3, 5]), limit_train_batches=4)
-
-    def accumulated(self) -> dict[str, Any]:
-        return self.fit(Regression([5, 3]), accumulate_grad_batches=2)
-
-    def over_active(self) -> dict[str, Any]:
-        return self.fit(Regression([3, 5]), {"uneven_inputs": "join", "divide_by_initial_world_size": False})
-
-    def single_samples(self) -> dict[str, Any]:
-        return self.fit(Regression([3, 4], batch_size=1))
-
     def manual(self) -> dict[str, Any]:
         model = Manual([3, 5])
         return {**self.fit(model), "is_local": model.is_local}
@@ -292,10 +302,6 @@ class Cases:
         strategy = {"uneven_inputs": "join", "find_unused_parameters": True}
         return {**self.fit(model, strategy), "choices": model.choices}
 
-    def none_in_second_epoch(self) -> dict[str, Any]:
-        model = Shrinking([[2, 3], [0, 2]], is_sized=False)
-        return self.fit(model, reload_dataloaders_every_n_epochs=1)
-
     def resumed(self) -> dict[str, Any]:
         file = str(self.folder / "first_epoch.ckpt")
         self.fit(Regression([3, 5]), max_epochs=1)
@@ -312,10 +318,7 @@ class Cases:
         first = sorted(kept.best_k_models)[0]
         files = sorted(path.name for path in folder.iterdir())
         again = self.fit(
-            Regression([3, 5]),
-            ckpt_path=first,
-            callbacks=[keep(folder), Epochs()],
-            enable_checkpointing=True,
+            Regression([3, 5]), ckpt_path=first, callbacks=[keep(folder), Epochs()], enable_checkpointing=True
         )
         return {**result, "again": again, "files": files}
 
@@ -326,28 +329,6 @@ class Cases:
         self.trainer.fit_loop.max_epochs = NUM_EPOCHS + 1
         self.trainer.fit(model)
         return {**result, "validate": validated, "again": model.layer.weight.detach().clone()}
-
-    # what is refused; run where an error in all processes does not end them
-    def none_in_first_epoch(self) -> dict[str, Any]:
-        return self.fit(Regression([0, 2], is_sized=False))
-
-    def error_mode(self) -> dict[str, Any]:
-        return self.fit(Regression([3, 5]), {"uneven_inputs": "error"})
-
-    def error_mode_even(self) -> dict[str, Any]:
-        return self.fit(Regression([3, 3]), {"uneven_inputs": "error"})
-
-    def two_loaders(self) -> dict[str, Any]:
-        return self.fit(TwoLoaders([2, 2]))
-
-    def dataloader_iter(self) -> dict[str, Any]:
-        return self.fit(FetchesItself([2, 2]))
-
-    def sized_on_rank_zero(self) -> dict[str, Any]:
-        return self.fit(SizedOnRankZero([2, 2]))
-
-    def keeps_automatic(self) -> dict[str, Any]:
-        return self.fit(KeepsAutomatic([2, 2]), {})
 
     def resumed_inside_an_epoch(self) -> dict[str, Any]:
         file = str(self.folder / "two_steps.ckpt")
@@ -368,23 +349,24 @@ def make_warnings_errors() -> None:
 
 def main() -> None:
     make_warnings_errors()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    cases = Cases(args.out.parent)
+    names, out = sys.argv[1], Path(sys.argv[2])
+    cases = Cases(out.parent)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ  # else an error ends all processes
     results: dict[str, Any] = {}
-    for name in args.cases.split(","):
+    for name in names.split(","):
         pl.seed_everything(7, verbose=False)
         try:
-            results[name] = getattr(cases, name)()
+            if name in PLAIN:
+                model, strategy, options = PLAIN[name]
+                results[name] = cases.fit(model(), strategy, **options)
+            else:
+                results[name] = getattr(cases, name)()
         except Exception as error:
             if not is_launched:
                 raise
             results[name] = {"error": type(error).__name__, "message": str(error)}
-        torch.save(results, args.out.with_suffix(f".{rank}.pt"))
+        torch.save(results, out.with_suffix(f".{rank}.pt"))
 
 
 if __name__ == "__main__":
