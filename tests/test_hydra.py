@@ -7,15 +7,16 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN, run_script
+from harness import RUN, ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
-from test_conf import write_files
 
 from lightning_ddp.hydra_jobs.handover import pack, unpack
 
@@ -32,8 +33,19 @@ starts = pytest.mark.parametrize(
 """Python as the user starts it, and a supervisor that forks the ranks."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """How the program is started on one node."""
+
+    fresh: bool = False
+    launcher: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = "."
+    namespace: str | None = None
+
+
 class Run:
-    """A program that has been run in `folder`, and what its processes have noted."""
+    """A program that has been run in `folder`, on one node or more, and what its processes have noted."""
 
     def __init__(
         self,
@@ -42,27 +54,43 @@ class Run:
         args: Sequence[str] = (),
         *,
         is_module: bool = False,
-        fresh: bool = False,
-        launcher: Sequence[str] = (),
-        path: Sequence[Path] = (),
+        nodes: Sequence[Node] = (Node(),),
     ) -> None:
         self.folder = folder
         notes = folder / "notes"
         notes.mkdir()
-        env = {"NOTES": str(notes), "WHO": "someone", "HYDRA_FULL_ERROR": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, *path)))
-        options = {"fresh": fresh, "launcher": launcher, "is_module": is_module}
-        self.result = run_script(program, args, env, DEADLINE_S, cwd=folder, **options)
+
+        def run_on(node: Node) -> ScriptResult:
+            path = os.pathsep.join(filter(None, [str(TESTS), node.env.get("PYTHONPATH")]))
+            variables = {"NOTES": str(notes), "HYDRA_FULL_ERROR": "1", **node.env, "PYTHONPATH": path}
+            cwd = folder / node.cwd
+            cwd.mkdir(exist_ok=True)
+            return run_script(
+                program,
+                args,
+                variables,
+                DEADLINE_S,
+                fresh=node.fresh,
+                launcher=node.launcher,
+                is_module=is_module,
+                cwd=cwd,
+                namespace=node.namespace,
+            )
+
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            self.results = list(pool.map(run_on, nodes))
+        self.result = self.results[0]
         self.notes: dict[str, dict[int, Note]] = defaultdict(dict)
-        for file in sorted(notes.iterdir()):
-            name, rank, _ = file.stem.rsplit("-", 2)
+        for path in sorted(notes.iterdir()):
+            name, rank, _ = path.stem.rsplit("-", 2)
             assert rank == "x" or int(rank) not in self.notes[name], (
                 f"two processes are rank {rank} of {name}"
             )
-            self.notes[name][-1 if rank == "x" else int(rank)] = json.loads(file.read_text())
+            self.notes[name][-1 if rank == "x" else int(rank)] = json.loads(path.read_text())
 
     def check(self) -> Run:
-        self.result.check()
+        for result in self.results:
+            result.check()
         return self
 
     def jobs(self) -> dict[str, dict[int, Note]]:
@@ -158,9 +186,9 @@ def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(
         tmp_path,
         TESTS / "hydra_app" / "train.py",
         ["--multirun", "lr=0.1,0.2", "num_fits=2", "hydra.job.chdir=true"],
-        fresh=True,
-        launcher=launcher,
-    ).check()
+        nodes=[Node(fresh=True, launcher=launcher, env={"WHO": "someone"})],
+    )
+    run.check()
     jobs = run.jobs()
     assert sorted(jobs) == ["job-0", "job-1"]
     folders = [require_one_job(notes) for notes in jobs.values()]
@@ -216,9 +244,9 @@ def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path, launcher) 
             "hydra.job.chdir=false",
             "hydra.job.name='naïve'",
         ],
-        fresh=True,
-        launcher=launcher,
-    ).check()
+        nodes=[Node(fresh=True, launcher=launcher)],
+    )
+    run.check()
     (notes,) = run.jobs().values()
     assert require_one_job(notes, has_subfolder=False) == folder
     assert notes[1]["values"]["text"] == 'it\'s a=b, "c" {d} ü→!'
@@ -261,7 +289,7 @@ if __name__ == "__main__":
 def test_a_job_that_imports_the_package_is_handed_over_as_well_and_its_run_ends_with_it(
     tmp_path, launcher
 ) -> None:
-    run = Run(tmp_path, LATE, ["-m", "number=0,1"], fresh=True, launcher=launcher).check()
+    run = Run(tmp_path, LATE, ["-m", "number=0,1"], nodes=[Node(fresh=True, launcher=launcher)]).check()
     jobs = list(run.jobs().values())
     assert len(jobs) == 2
     for number, notes in enumerate(jobs):
@@ -312,8 +340,7 @@ def test_an_adaptive_sweeper_goes_on_after_jobs_that_could_not_be_launched_and_e
         "hydra_app.train",
         ["-m", "hydra/sweeper=doubling", "+experiment=x"],
         is_module=True,
-        launcher=launcher,
-        path=[plugins.parent],
+        nodes=[Node(launcher=launcher, env={"PYTHONPATH": str(plugins.parent)})],
     )
     assert sorted(run.notes.pop("job-4")) == [0]  # the other rank has failed
     assert sorted(run.jobs()) == ["job-0", "job-3"]
@@ -359,7 +386,7 @@ if __name__ == "__main__":
 
 @starts
 def test_a_child_that_cannot_import_the_script_is_named_with_its_output(tmp_path, launcher) -> None:
-    run = Run(tmp_path, BROKEN, launcher=launcher)
+    run = Run(tmp_path, BROKEN, nodes=[Node(launcher=launcher)])
     assert run.result.returncode == 1
     report = run.result.stderr.rpartition("lightning_ddp: ")[2]
     assert report.startswith("rank 1 (node 0, host ")
@@ -395,7 +422,8 @@ if __name__ == "__main__":
 
 @starts
 def test_a_script_with_the_compose_api_composes_the_same_on_all_ranks(tmp_path, launcher) -> None:
-    run = Run(tmp_path, COMPOSE, launcher=launcher).check()
+    run = Run(tmp_path, COMPOSE, nodes=[Node(launcher=launcher)])
+    run.check()
     for number in (1, 2):
         notes = run.notes[f"fit-{number}"]
         assert sorted(notes) == [0, 1]
@@ -421,7 +449,7 @@ if __name__ == "__main__":
 
 
 def test_hydra_is_not_imported_by_a_script_that_does_not_use_it(tmp_path) -> None:
-    run = Run(tmp_path, WITHOUT_HYDRA, fresh=True).check()
+    run = Run(tmp_path, WITHOUT_HYDRA, nodes=[Node(fresh=True)]).check()
     lines = run.result.stdout.splitlines()
     assert sorted(line for line in lines if "TRAINED" in line) == ["TRAINED 0 0", "TRAINED 1 0"]
 
@@ -487,7 +515,9 @@ enable_model_summary: false
 
 @pytest.mark.slow
 def test_a_program_with_a_group_trainer_of_its_own_trains_alike_with_one_key_changed(tmp_path) -> None:
-    write_files(tmp_path, TEMPLATE)
+    for name, text in TEMPLATE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
 
     def run(folder: str, *overrides: str) -> list[str]:
         """Return the loss of each job."""
