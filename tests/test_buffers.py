@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from comparison import assert_all_as_torch, grads_of, state_of
 from harness import run_ranks, run_threads
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.group import Group
@@ -137,11 +135,6 @@ def test_outputs_and_gradients_are_those_under_torch_in_every_forward(name) -> N
         outputs, _ = by_rank[0]
         assert outputs[0].abs().max() > 0
         assert not torch.equal(outputs[0], by_rank[1][0][0]), "the ranks must have different inputs"
-
-
-def test_three_ranks_evaluate_with_rank_0s_statistics() -> None:
-    program = PROGRAMS["evaluates between"]
-    assert_all_as_torch(run_program, 3, [("norms", program, {})], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +264,7 @@ def test_sync_buffers_copies_at_once() -> None:
     assert synced_0 == synced_1 == own_0
 
 
-# ---------------------------------------------------------------- ignored buffers, hooks
+# ---------------------------------------------------------------- ignored buffers
 
 
 def ignored_buffers(rank, world_size, wrap, ignored):
@@ -300,61 +293,6 @@ def test_ignored_buffers_stay_each_ranks_own() -> None:
         assert [seen[0]["average_input"].item() for seen in by_rank] == [1.0, 2.0]
     assert [seen[0]["first.running_mean"][0].item() for seen in answers[0]] == [1.0, 1.0]
     assert [seen[0]["first.running_mean"][0].item() for seen in answers[1]] == [1.0, 2.0]
-
-
-class Averages(nn.Module):
-    """Subtracts a running average of its inputs; backward does not need that buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average_input", torch.zeros(5))
-        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
-        self.linear = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.num_forwards += 1
-            self.average_input.lerp_(x.flatten(0, -2).mean(0), 0.1)
-        return self.linear(x - self.average_input.clone())
-
-
-def with_buffer_hook(rank, world_size, wrap, location, waits):
-    """A hook that takes the mean over the ranks; it waits, or leaves that to the end of backward."""
-    torch.manual_seed(7)
-    module = Averages()
-    model = wrap(module)
-    calls: list[list[str]] = []
-
-    def average(state: Any, buffers: dict[str, Tensor]) -> Any:
-        assert state == "state"
-        calls.append(sorted(buffers))
-        futures = []
-        for name in sorted(buffers):
-            if buffers[name].is_floating_point():
-                buffers[name].div_(world_size)
-                work = dist.all_reduce(buffers[name], async_op=True)
-                if waits:
-                    work.wait()
-                else:
-                    futures.append(work.get_future())
-        return futures if futures else None
-
-    model._register_buffer_comm_hook("state", average, location)
-    generator = torch.Generator().manual_seed(rank)
-    seen = []
-    for _ in range(3):
-        output = model(torch.randn(3, 5, generator=generator))
-        output.square().sum().backward()
-        seen += [output.detach(), state_of(module)]
-    return calls, seen
-
-
-def test_a_buffer_hook_runs_where_torch_runs_it() -> None:
-    before, after = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
-    # before forward it has to wait, as forward writes into the buffers
-    cases = [(before, True), (after, True), (after, False)]
-    for location, by_rank in zip(cases, assert_all_as_torch(with_buffer_hook, 2, cases), strict=True):
-        assert [calls for calls, _ in by_rank] == [[["average_input", "num_forwards"]] * 3] * 2, location
 
 
 # ---------------------------------------------------------------- bad arguments
