@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_as_torch, grads_of, state_of
 from harness import run_ranks, run_threads
-from models import Branches
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +20,6 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import (
     BackwardOrderError,
-    ConfigurationError,
     MissingGradientError,
     UnsuitableModuleError,
 )
@@ -111,58 +109,7 @@ def test_bucket_cap_mb_list_caps_the_first_bucket_the_second_and_all_that_follow
         assert sizes == [first, rebuilt]
 
 
-def test_caps_that_are_no_sizes_are_named() -> None:
-    def rank_main(rank, world_size, group):
-        with pytest.raises(ConfigurationError, match=r"bucket_cap_mb_list=\[1, 0\]: expected sizes in MiB"):
-            BucketedDDP(net(), process_group=group, bucket_cap_mb_list=[1, 0])
-        with pytest.raises(ConfigurationError, match="skip_all_reduce_unused_params=True needs find_unused"):
-            BucketedDDP(net(), process_group=group, skip_all_reduce_unused_params=True)
-
-    run_threads(rank_main, 1)
-
-
-# ---------------------------------------------------------------- unused buckets
-
-
-@pytest.mark.parametrize(("skips", "expected"), [(True, [3, 1, 2, 3]), (False, [3, 3, 3, 3])])
-def test_buckets_of_which_nothing_was_used_are_not_reduced(skips, expected) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            Branches(),
-            process_group=group,
-            bucket_cap_mb=1e-6,
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=skips,
-        )
-        seen, reduced = [], []
-        for use in ("abc", "a", "bc", "abc"):
-            model.zero_grad()
-            model(torch.full((1, 3), rank + 1.0), use).backward()
-            seen.append("".join(n for n in "abc" if getattr(model.module, n).weight.grad is not None))
-            for p in model.module.parameters():
-                assert p.grad is None or p.grad.unique().item() == 1.5
-            reduced.append(model._get_ddp_logging_data()["num_buckets_reduced"])
-        return seen, reduced
-
-    assert run_threads(rank_main, 2) == [(["abc", "a", "bc", "abc"], expected)] * 2
-
-
 # ---------------------------------------------------------------- groups
-
-
-def with_mesh(rank, world_size, wrap):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    model = wrap(net(), device_mesh=mesh)
-    assert model.device_mesh is mesh
-    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh"):
-        wrap(net(), device_mesh=mesh, process_group=dist.group.WORLD)
-    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
-        wrap(net(), device_mesh=dist.device_mesh.init_device_mesh("cpu", (world_size, 1)))
-    return train(model, rank)
-
-
-def test_the_ranks_of_a_device_mesh() -> None:
-    assert_as_torch(with_mesh, 2)
 
 
 def goes_on_with_fewer(rank, world_size, wrap, with_hook):
@@ -207,49 +154,30 @@ def test_after_a_rank_was_lost_the_others_average_over_fewer() -> None:
 # ---------------------------------------------------------------- functional_call, replaced parameters
 
 
-def functional(rank, world_size, wrap, names):
-    module = net()
-    model = wrap(module)
-    own = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n in names}
-    seen: list[Any] = []
-    for step in range(2):
-        module.zero_grad()
-        # the output of a call with all parameters replaced leads to none of the wrapper's
-        torch.func.functional_call(model, own, (x_of(rank, step),)).square().sum().backward()
-        seen.append([own[name].grad.clone() for name in own])
-        seen.append([p.grad is None for p in module.parameters()])
-        module.zero_grad()
-        model(x_of(rank, 10 + step)).square().sum().backward()
-        seen.append(grads_of(module))
-    return seen
-
-
-def test_functional_call_leaves_the_replacements_gradients_local_and_later_steps_alone() -> None:
-    names = [f"module.{name}" for name, _ in net().named_parameters()]
-    answer = assert_as_torch(functional, 2, names)
-    local = [seen[0][0] for seen in answer]
-    assert not torch.equal(local[0], local[1])
-    assert answer[0][1] == [True] * 6
-
-
-def partly_functional(rank, world_size):
+def functional(rank, world_size):
     module = net()
     model = BucketedDDP(module)
-    own = {"module.two.weight": module.two.weight.detach().clone().requires_grad_()}
-    torch.func.functional_call(model, own, (x_of(rank),)).square().sum().backward()
-    partly = grads_of(module)
-    alone = own["module.two.weight"].grad.clone()
+    seen: list[Any] = []
+    for names in (dict(model.named_parameters()), ["module.two.weight"]):
+        own = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in names}
+        module.zero_grad()
+        torch.func.functional_call(model, own, (x_of(rank),)).square().sum().backward()
+        seen.append((own["module.two.weight"].grad.clone(), grads_of(module)))
     module.zero_grad()
     model(x_of(rank)).square().sum().backward()
-    return partly, grads_of(module), alone, module.two.weight.grad
+    return seen, grads_of(module)
 
 
-def test_a_part_of_the_parameters_may_be_replaced_for_a_forward() -> None:
-    answers = run_ranks(partly_functional, 2)
-    for partly, whole, _, _ in answers:
-        assert partly.pop("two.weight").dtype is torch.bool, "it stands for no gradient"
+def test_all_or_a_part_of_the_parameters_may_be_replaced_for_a_forward() -> None:
+    answers = run_ranks(functional, 2)
+    for ((_, none), (_, partly)), whole in answers:
+        assert {grad.dtype for grad in none.values()} == {torch.bool}, "it stands for no gradient"
+        assert partly.pop("two.weight").dtype is torch.bool
         assert all(torch.equal(partly[name], whole[name]) for name in partly)
-    torch.testing.assert_close((answers[0][2] + answers[1][2]) / 2, answers[0][3], rtol=0, atol=0)
+    (first, whole), (second, _) = answers
+    for (mine, _), (other, _) in zip(first, second, strict=True):  # the replacements' gradients stay local
+        torch.testing.assert_close((mine + other) / 2, whole["two.weight"], rtol=0, atol=0)
+        assert not torch.equal(mine, other)
 
 
 def test_a_parameter_that_is_replaced_for_good_is_named() -> None:

@@ -104,6 +104,12 @@ def test_after_teardown_the_module_is_on_its_own() -> None:
     [
         ({"dim": 1}, ConfigurationError, "dim=1: expected 0"),
         ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected sizes in MiB above 0"),
+        (
+            {"bucket_cap_mb_list": [1, 0]},
+            ConfigurationError,
+            r"bucket_cap_mb_list=\[1, 0\]: expected sizes in",
+        ),
+        ({"skip_all_reduce_unused_params": True}, ConfigurationError, "unused_params=True needs find_unused"),
         ({"check_reduction": True}, ConfigurationError, "check_reduction=True is deprecated"),
         ({"delay_all_reduce_named_params": []}, ConfigurationError, "delay_all_reduce.* are not supported"),
         ({"param_to_hook_all_reduce": 1}, ConfigurationError, "param_to_hook_all_reduce are not supported"),
