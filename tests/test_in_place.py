@@ -10,7 +10,6 @@ from harness import run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.errors import MissingGradientError
 
 INPUT = torch.tensor([[1.0, 2.0, 3.0]])
 
@@ -101,38 +100,6 @@ def test_gradients_with_a_graph_are_averaged_too() -> None:
         model(INPUT * (rank + 1)).backward(create_graph=True)
         assert model.module.left.weight.grad.requires_grad
         assert torch.equal(model.module.left.weight.grad.detach(), 1.5 * INPUT.expand(2, 3))
-
-    run_threads(rank_main, 2)
-
-
-def test_an_undefined_gradient_counts_as_zeros() -> None:
-    class Undefined(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            return tensor.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None
-
-    def rank_main(rank, _world_size, group):
-        model = wrapped(group)
-        loss = model(INPUT * (rank + 1), "right")
-        (
-            loss + (Undefined.apply(model.module.left(INPUT)) if rank else model.module.left(INPUT).sum())
-        ).backward()
-        assert torch.equal(model.module.left.weight.grad, 0.5 * INPUT.expand(2, 3))
-
-    run_threads(rank_main, 2)
-
-
-def test_a_parameter_without_a_gradient_has_none_after_the_error() -> None:
-    def rank_main(_rank, _world_size, group):
-        model = wrapped(group)
-        with pytest.raises(MissingGradientError):
-            model(INPUT, "right").backward()
-        assert model.module.left.weight.grad is None
-        assert model.module.right.weight.grad is not None
 
     run_threads(rank_main, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -168,46 +169,14 @@ def test_three_ranks_that_end_at_three_different_steps(join_options) -> None:
             assert all(torch.equal(state[name], final[0][name]) for name in state)
 
 
-def last_joiner(rank, world_size, counts):
-    """Each rank's parameters are moved apart before the end, so that it shows whose model all take."""
-    module = Counting()
-    model = BucketedDDP(module)
-    with model.join():
-        for step in range(counts[rank]):
-            model(inputs(rank, step)).sum().backward()
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                tensor.fill_(rank + 1.0)
-    values = {t.unique().item() for t in [*module.parameters(), *module.buffers()]}
-    return model.authoritative_rank, values
-
-
-@pytest.mark.parametrize("last", [0, 1, 2])
-def test_all_ranks_end_with_the_model_of_the_last_joiner(last) -> None:
-    counts = tuple(5 if rank == last else rank + 1 for rank in range(3))
-    assert run_ranks(last_joiner, 3, counts) == [(last, {last + 1.0})] * 3
-
-
-class Optional(nn.Module):
-    """Two weights, of which the second is used where it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.maybe = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
-        return (self.always(x) + self.maybe(x) if uses_both else self.always(x)).sum()
-
-
 def unused_after_the_others_end(rank, world_size):
-    model = BucketedDDP(Optional(), find_unused_parameters=True)
+    model = BucketedDDP(models.Branches(), find_unused_parameters=True)
     seen = []
     with model.join():
         for step in range(1 + 3 * rank):
             model.zero_grad()
-            model(torch.full((1, 1), rank + 1.0), step in (0, 2)).backward()
-            grads = model.module.always.weight.grad, model.module.maybe.weight.grad
-            seen.append([None if g is None else g.item() for g in grads])
+            model(torch.full((1, 3), rank + 1.0), "ab" if step in (0, 2) else "a").backward()
+            seen.append(models.grads_by_branch(model)[:2])
     return seen
 
 
