@@ -24,11 +24,13 @@ import torch
 from harness import RankFailed, host_with, run_ranks
 from models import MODELS, batch, build
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's hooks
 NUM_STEPS = 20
 RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
 INITIAL_SEED = 11
@@ -64,6 +66,8 @@ class Recipe:
     """Forward passes whose losses are added before the one backward."""
     num_backwards: int = 1
     """Backward passes through one graph; only the first is synchronised."""
+    hook: Callable[[], tuple[Any, Any]] | None = None
+    """Makes a state and a communication hook of torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,8 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
     if recipe.channels_last:
         module = module.to(memory_format=torch.channels_last)
     model = wrap(module, **recipe.wrapper)
+    if recipe.hook is not None:
+        model.register_comm_hook(*recipe.hook())
     trainable = [p for p in module.parameters() if p.requires_grad]
     if recipe.optimizer == "adam":
         optimizer = torch.optim.Adam(trainable, lr=0.01)
@@ -100,21 +106,14 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
         grads.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
         optimizer.step()
     # a forward that evaluates has rank 0's buffers; what rank 0 saves are its own before that
-    state = {n: t.clone() for n, t in module.state_dict().items() if rank == 0 or n not in _buffers(module)}
+    buffers = dict(module.named_buffers())
+    state = {n: t.clone() for n, t in module.state_dict().items() if rank == 0 or n not in buffers}
     model.eval()
+    inputs, _ = batch(name, rank, NUM_STEPS)
     with torch.no_grad():
-        backward_free_forward(model, name, recipe, rank)
-    state |= {f"evaluated {n}": t.clone() for n, t in module.named_buffers()}
+        model(inputs.to(recipe.dtype) if inputs.is_floating_point() else inputs)
+    state |= {f"evaluated {n}": t.clone() for n, t in buffers.items()}
     return Run(grads=grads, state=state)
-
-
-def _buffers(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_buffers()}
-
-
-def backward_free_forward(model: nn.Module, name: str, recipe: Recipe, rank: int) -> None:
-    inputs, _ = batch(name, rank, NUM_STEPS, 0)
-    model(inputs.to(recipe.dtype) if inputs.is_floating_point() else inputs)
 
 
 def backward(model: nn.Module, name: str, recipe: Recipe, rank: int, step: int, micro_batch: int) -> None:
@@ -254,6 +253,29 @@ CHANNELS_LAST_RECIPES = {
     "channels_last": Recipe(channels_last=True),
     "channels_last_no_view": Recipe(channels_last=True, wrapper=NO_VIEW),
 }
+
+
+def powersgd() -> tuple[Any, Any]:
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
+    return powerSGD_hook.PowerSGDState(process_group=None, **options), powerSGD_hook.powerSGD_hook
+
+
+def local_sgd() -> tuple[Any, Any]:
+    options = {"start_localSGD_iter": 3, "post_local_gradient_allreduce": False}
+    state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=None, **options)
+    return state, post_localSGD_hook.post_localSGD_hook
+
+
+# of one bucket: torch's PowerSGD waits for good on gloo with two
+HOOK_RECIPES = {
+    "allreduce_hook": Recipe(hook=lambda: (None, default_hooks.allreduce_hook)),
+    "fp16_hook": Recipe(hook=lambda: (None, default_hooks.fp16_compress_hook)),
+    "fp16_around_powersgd": Recipe(
+        hook=lambda: (powersgd()[0], default_hooks.fp16_compress_wrapper(powersgd()[1]))
+    ),
+    "powersgd_hook": Recipe(hook=powersgd),
+    "post_local_sgd_hook": Recipe(hook=local_sgd),
+}
 RUNS = [*product(MODELS, (2, 3)), ("mixed_dtypes", 2)]
 """Names of models, with the world sizes on which they are trained."""
 SLOW_RUNS = {("transformer", 2), ("transformer", 3), ("conv_batch_norm", 3), ("shared_and_frozen", 3)}
@@ -268,7 +290,7 @@ def recipes_of(name: str, world_size: int) -> dict[str, Recipe]:
             for label in ("plain", "accumulation_small_buckets", "clipping_no_view")
             for dtype_name, dtype in (("fp32", torch.float32), ("fp64", torch.float64))
         }
-    of_model = CHANNELS_LAST_RECIPES if name == "conv_batch_norm" else {}
+    of_model = {"conv_batch_norm": CHANNELS_LAST_RECIPES, "mlp": HOOK_RECIPES}.get(name, {})
     return RECIPES | BIT_EQUAL_RECIPES | of_model
 
 
