@@ -16,7 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, leaky_relu
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp
@@ -122,6 +122,45 @@ class Accumulating(Classifier):
         optimizer.zero_grad()
 
 
+class GAN(Classifier):
+    """The features make images of noise, the head tells them from real ones; each is off in turn."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+        self.features = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.LeakyReLU(0.2), nn.Linear(32, 64), nn.Sigmoid()
+        )
+        self.hidden = nn.Linear(64, 32)
+        self.head = nn.Linear(32, 1)
+
+    def loss_of(self, images: Tensor, is_real: bool) -> Tensor:
+        logits = self.head(leaky_relu(self.hidden(images), 0.2))
+        return binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, noise = batch[0].flatten(1), torch.randn(len(batch[0]), 8)
+        losses = {
+            "generator": lambda: self.loss_of(self.features(noise), is_real=True),
+            "discriminator": lambda: (
+                self.loss_of(images, is_real=True)
+                + self.loss_of(self.features(noise).detach(), is_real=False)
+            ),
+        }
+        for optimizer, (name, loss_of) in zip(self.optimizers(), losses.items(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of()
+            self.log(name, loss, prog_bar=True, on_epoch=True, sync_dist=True)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        discriminator = [*self.hidden.parameters(), *self.head.parameters()]
+        return [torch.optim.Adam(p, lr=0.002) for p in (self.features.parameters(), discriminator)], []
+
+
 class Cases:
     """The ways to train; each method is one, named by what it shows."""
 
@@ -179,6 +218,19 @@ class Cases:
         model = Accumulating("manual_accumulate")
         self.fit(model)
         return {"state": model.state_dict()}
+
+    def gan(self) -> dict[str, Any]:
+        """Without a search for unused parameters; torch's class needs it."""
+        model, find = GAN("gan"), {"strategy": "ddp_find_unused_parameters_true"}
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trainer = self.fit(model, **(find if self.strategy == "ddp" else {}))
+        assert [name for name, p in model.named_parameters() if torch.equal(before[name], p)] == []
+        state = model.state_dict()
+        for i, optimizer in enumerate(trainer.optimizers):
+            for index, values in optimizer.state_dict()["state"].items():
+                state |= {f"optimizer {i}, {index}, {name}": value for name, value in values.items()}
+        logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        return {"state": state, "logged": logged, "global_step": trainer.global_step}
 
     def compiled(self) -> dict[str, Any]:
         model = Quiet("compiled")
