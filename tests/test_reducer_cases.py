@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.comm.activity import Activity, Interrupt
 
 ONE_BUCKET_EACH_MB = 1e-6  # one byte: every parameter has a bucket of its own
-FIRST_BUCKET_BYTES = 1024 * 1024
 
 
 def backward_of_batch(model: nn.Module, name: str, rank: int, step: int) -> None:
@@ -163,10 +162,6 @@ def returns_zeros(rank: int) -> Callable[..., Any]:
     return lambda state, bucket: done_future(torch.zeros_like(bucket.buffer()))
 
 
-def returns_a_list(rank: int) -> Callable[..., Any]:
-    return lambda state, bucket: state.allreduce([bucket.buffer()]).get_future()
-
-
 def replaces_the_buffer(rank: int) -> Callable[..., Any]:
     def hook(state, bucket):
         tripled = bucket.buffer() * 3
@@ -209,24 +204,15 @@ def test_gradients_are_what_the_hook_returns(make_hook, factor, as_view):
             assert_equal(found, {name: grad * factor for name, grad in alone.items()})
 
 
-def test_a_hook_may_return_the_future_of_a_collective():
-    (grads, local_0), (grads_1, local_1) = run_threads(grads_with_hook, 2, returns_a_list, True)
-    for found, again, first, second in zip(grads, grads_1, local_0, local_1, strict=True):
-        assert_equal(found, {name: first[name] + second[name] for name in first})
-        assert_equal(again, found)
-
-
 # ---------------------------------------------------------------- the order of the buckets
 
 
 class RunsInAnotherOrder(nn.Module):
     """Registers a, b, c and runs c, a, b; with `swapped` it runs b, a, c."""
 
-    def __init__(self, size: int, swapped: bool = False) -> None:
+    def __init__(self, swapped: bool) -> None:
         super().__init__()
-        self.a = nn.Linear(size, size, bias=False)
-        self.b = nn.Linear(size, size, bias=False)
-        self.c = nn.Linear(size, size, bias=False)
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
         self.order = "bac" if swapped else "cab"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -235,9 +221,9 @@ class RunsInAnotherOrder(nn.Module):
         return x
 
 
-def bucket_orders(rank, world_size, group, swapped_on, bucket_cap_mb, size):
-    module = RunsInAnotherOrder(size, swapped=rank == swapped_on)
-    model = BucketedDDP(module, process_group=group, bucket_cap_mb=bucket_cap_mb)
+def bucket_orders(rank, world_size, group, swapped_on):
+    module = RunsInAnotherOrder(rank == swapped_on)
+    model = BucketedDDP(module, process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
     names = {id(p): n.removesuffix(".weight") for n, p in module.named_parameters()}
     orders: list[list[str]] = []
 
@@ -250,12 +236,11 @@ def bucket_orders(rank, world_size, group, swapped_on, bucket_cap_mb, size):
     for step in range(4):
         orders.append([])
         module.zero_grad()
-        generator = torch.Generator().manual_seed(100 * rank + step)
-        model(torch.randn(2, size, generator=generator)).sum().backward()
-        alone = RunsInAnotherOrder(size, swapped=rank == swapped_on)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+        model(x).sum().backward()
+        alone = RunsInAnotherOrder(rank == swapped_on)
         alone.load_state_dict(module.state_dict())
-        generator.manual_seed(100 * rank + step)
-        alone(torch.randn(2, size, generator=generator)).sum().backward()
+        alone(x).sum().backward()
         expected = mean_over_ranks(grads_of(alone), world_size, group)
         # the hook divides before it sums, the reference after: at 3 ranks they round differently
         torch.testing.assert_close(grads_of(module), expected, rtol=1e-6, atol=1e-7)
@@ -264,23 +249,15 @@ def bucket_orders(rank, world_size, group, swapped_on, bucket_cap_mb, size):
 
 def test_buckets_follow_registration_at_first_then_the_order_of_readiness():
     # c, a, b run forward, so that their gradients are ready as b, a, c
-    for orders in run_threads(bucket_orders, 2, None, ONE_BUCKET_EACH_MB, 4):
+    for orders in run_threads(bucket_orders, 2, None):
         assert orders == [["c", "b", "a"]] + [["b", "a", "c"]] * 3
 
 
 @pytest.mark.parametrize("swapped_on", [0, 1, 2])
 def test_all_ranks_follow_the_order_of_rank_0(swapped_on):
     rank_0_order = ["c", "a", "b"] if swapped_on == 0 else ["b", "a", "c"]
-    for orders in run_threads(bucket_orders, 3, swapped_on, ONE_BUCKET_EACH_MB, 4):
+    for orders in run_threads(bucket_orders, 3, swapped_on):
         assert orders == [["c", "b", "a"]] + [rank_0_order] * 3
-
-
-def test_the_first_bucket_is_smaller_than_the_others_by_default():
-    # two parameters of 600 KiB: more than 1 MiB together, less than 25 MiB
-    size = int((600 * 1024 / 4) ** 0.5)
-    assert FIRST_BUCKET_BYTES < 2 * size * size * 4 < 25 * FIRST_BUCKET_BYTES
-    for orders in run_threads(bucket_orders, 2, None, None, size):
-        assert orders == [["c", "ba"]] + [["b", "ac"]] * 3
 
 
 # ---------------------------------------------------------------- interruptions
@@ -292,8 +269,8 @@ class Interruption(Exception):
 
 def interrupted_while_peer_is_late(rank, world_size, signal_number, with_hook, fifo):
     """Rank 1 enters backward only after rank 0 was interrupted in it. Rank 0 returns what it saw."""
-    module = build("mlp", seed=5)
-    model = BucketedDDP(module)
+    module, interrupt = build("mlp", seed=5), Interrupt()
+    model = BucketedDDP(module, interrupt=interrupt)
     if with_hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(2):
@@ -314,7 +291,8 @@ def interrupted_while_peer_is_late(rank, world_size, signal_number, with_hook, f
 
     signal.signal(signal_number, handler)
     sent_at: list[float] = []
-    sender = threading.Thread(target=signal_when_pending, args=(signal_number, sent_at), daemon=True)
+    arguments = interrupt.activity, signal_number, sent_at
+    sender = threading.Thread(target=signal_when_waiting, args=arguments, daemon=True)
     sender.start()
     try:
         loss.backward()
@@ -328,24 +306,10 @@ def interrupted_while_peer_is_late(rank, world_size, signal_number, with_hook, f
     return seen, handled, seen_at - sent_at[0]
 
 
-def signal_when_pending(signal_number: int, sent_at: list[float]) -> None:
-    """Sends the signal once the main thread has been in the same functions for a while: it waits."""
-    main = threading.main_thread().ident
-    last, num_same = None, 0
-    pause = threading.Event()
+def signal_when_waiting(activity: Activity, signal_number: int, sent_at: list[float]) -> None:
     deadline = time.monotonic() + 10
-    while num_same < 5 and time.monotonic() < deadline:
-        frame, functions = sys._current_frames()[main], []
-        while frame is not None:
-            functions.append(
-                frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-            )
-            frame = frame.f_back
-        # innermost helpers of a sliced wait come and go; the reducer's wait below them stays
-        outer = functions[-8:] if len(functions) > 8 else functions
-        num_same = num_same + 1 if outer == last else 0
-        last = outer
-        pause.wait(0.02)
+    while activity.label is None and time.monotonic() < deadline:
+        time.sleep(0.005)
     sent_at.append(time.monotonic())
     os.kill(os.getpid(), signal_number)
 
