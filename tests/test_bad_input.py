@@ -235,6 +235,7 @@ DIFFERENT_OPTIONS = [
     ("bucket_cap_mb", (25, ONE_BUCKET_EACH_MB)),  # other plans would pair gradients of different parameters
     ("bucket_cap_mb_list", ([25], [ONE_BUCKET_EACH_MB])),
     ("skip_all_reduce_unused_params", (False, True)),
+    ("transport", ("shared_memory", "gloo")),
 ]
 
 
@@ -270,4 +271,6 @@ def test_different_arguments_are_an_error_on_every_rank(name, values, odd) -> No
     def make(rank: int, group: Any) -> BucketedDDP:
         return BucketedDDP(Returns(), process_group=group, **common, **{name: values[rank == odd]})
 
-    named_on_every_rank(make, [f"{name} is {values[odd == 0]} on rank 0 and {values[odd != 0]} on rank"], odd)
+    named_on_every_rank(
+        make, [f"{name} is {values[odd == 0]!r} on rank 0 and {values[odd != 0]!r} on rank"], odd
+    )

@@ -34,7 +34,7 @@ from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.reduction import Reduction
 from lightning_ddp.encoding.side_stream import Channel
-from lightning_ddp.errors import ConfigurationError, PeerFailure, RankMismatchError
+from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.shm.hosts import find_hosts
 from lightning_ddp.shm.shared_memory import SharedMemory
@@ -260,41 +260,44 @@ def test_a_channel_s_jobs_share_memory_and_count_as_others_do() -> None:
 # ---------------------------------------------------------------- hooks and averagers
 
 
-@pytest.mark.parametrize("spec", ["allreduce", "bf16", "powersgd", {"name": "topk", "ratio": 0.3}], ids=str)
-def test_hooks_give_the_same_over_either_transport(spec) -> None:
-    def rank_main(rank, _, group):
-        found = []
-        for transport in (SHARED, GLOO):
-            torch.manual_seed(0)
-            module = nn.Linear(64, 48)
-            model = BucketedDDP(module, process_group=group, transport=transport)
-            model.register_comm_hook(None, build_hook(spec, Group(group, transport=transport)))
-            for step in range(3):
-                model.zero_grad()
-                model(values(10 * step + rank, 128, torch.float32).view(2, 64)).sum().backward()
-            found.append([p.grad.clone() for p in module.parameters()])
-        assert all(map(torch.equal, *found))
-
-    run_threads(rank_main, 2)
+def with_hook(rank, group, spec, process_group) -> list[Tensor]:
+    module = nn.Linear(64, 48)
+    model = BucketedDDP(module, process_group=process_group, transport=group.transport)
+    model.register_comm_hook(None, build_hook(spec, group))
+    for step in range(3):
+        model.zero_grad()
+        model(values(10 * step + rank, 128, torch.float32).view(2, 64)).sum().backward()
+    return [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("spec", [{"name": "post_local_sgd", "start_step": 0}, {"name": "diloco"}], ids=str)
-def test_averagers_give_the_same_over_either_transport(spec) -> None:
-    def rank_main(rank, _, group):
-        found = []
-        for transport in (SHARED, GLOO):
-            torch.manual_seed(0)
-            module = nn.Linear(700, 900)
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            ranks = Group(group, transport=transport)
-            averager = build_averager(spec | {"period": 2}, module, [optimizer], ranks)
-            for step in range(4):
-                for p in module.parameters():
-                    p.grad = values(10 * step + rank, p.numel(), torch.float32).view(p.shape)
-                optimizer.step()
-                averager.step(optimizer)
-            found.append([p.detach().clone() for p in module.parameters()])
-        assert all(map(torch.equal, *found))
+def with_averager(rank, group, spec, process_group) -> list[Tensor]:
+    module = nn.Linear(700, 900)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(values(0, p.numel(), torch.float32).view(p.shape))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    averager = build_averager(spec | {"period": 2}, module, [optimizer], group)
+    for step in range(4):
+        for p in module.parameters():
+            p.grad = values(10 * step + rank, p.numel(), torch.float32).view(p.shape)
+        optimizer.step()
+        averager.step(optimizer)
+    return [p.detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("train", "spec"),
+    [
+        *((with_hook, spec) for spec in ("allreduce", "bf16", "powersgd", {"name": "topk", "ratio": 0.3})),
+        (with_averager, {"name": "post_local_sgd", "start_step": 0}),
+        (with_averager, {"name": "diloco"}),
+    ],
+    ids=str,
+)
+def test_hooks_and_averagers_give_the_same_over_either_transport(train, spec) -> None:
+    def rank_main(rank, _, process_group):
+        groups = [Group(process_group, transport=transport) for transport in (SHARED, GLOO)]
+        assert all(map(torch.equal, *(train(rank, group, spec, process_group) for group in groups)))
 
     run_threads(rank_main, 2)
 
@@ -474,11 +477,3 @@ def test_an_unknown_transport_is_refused_by_wrapper_and_strategy() -> None:
     for make in (BucketedDDP, CustomDDPStrategy):
         with pytest.raises(ConfigurationError, match="transport='tcp': expected 'auto', 'gloo'"):
             make(**({"module": nn.Linear(1, 1)} if make is BucketedDDP else {}), transport="tcp")
-
-
-def test_ranks_that_ask_for_different_transports_are_told_so() -> None:
-    def rank_main(rank, _, group):
-        with pytest.raises(RankMismatchError, match="transport is 'shared_memory' on rank 0"):
-            BucketedDDP(nn.Linear(2, 2), process_group=group, transport=(SHARED, GLOO)[rank])
-
-    run_threads(rank_main, 2)
