@@ -51,20 +51,47 @@ def test_every_rank_gives_its_result_in_rank_order(world_size):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def raises_on_rank_1(rank, world_size):
-    dist.barrier()  # else its end breaks a connection that another rank is still making
-    if rank == 1:
-        raise ValueError("the flux is wrong")
-    return rank
+def raise_an_error():
+    raise ValueError("the flux is wrong")
 
 
-def test_a_rank_that_raises_is_reported_with_its_traceback():
-    with pytest.raises(RankFailed, match=r"1 of 3 ranks failed \(1\)(.|\n)*the flux is wrong") as caught:
-        run_ranks(raises_on_rank_1, 3)
+class Explosive:
+    def __reduce__(self):
+        return (int, ("no number",))
+
+
+def crash_at_the_end():
+    dist.destroy_process_group = lambda: os._exit(4)
+
+
+FAILURES = {
+    "raises": (raise_an_error, r"the flux is wrong(.|\n)*in raise_an_error", "raised", None),
+    "calls sys.exit": (lambda: sys.exit(5), "SystemExit", "raised", None),
+    "exits": (lambda: os._exit(3), "exit code 3", "died", 3),
+    "exits with 0 but without a result": (lambda: os._exit(0), "exit code 0", "died", 0),
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL", "died", -signal.SIGKILL),
+    "has a result that cannot be pickled": (lambda: lambda: None, "[Cc]an't pickle|lambda", None, None),
+    "has a result that cannot be unpickled": (Explosive, "no number", None, None),
+    "crashes after its result": (crash_at_the_end, r"answered, but then(.|\n)*code 4", None, None),
+}
+
+
+def fails_on_rank_1(rank, world_size, name):
+    if dist.is_initialized():
+        dist.barrier()  # else its end breaks a connection that another rank is still making
+    return FAILURES[name][0]() if rank == 1 else rank
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_rank_that_fails_is_reported_and_no_other_one(name):
+    _, text, status, exit_code = FAILURES[name]
+    with pytest.raises(RankFailed, match=rf"1 of 3 ranks failed \(1\)(.|\n)*({text})") as caught:
+        run_ranks(fails_on_rank_1, 3, name, process_group=status != "died")
     assert list(caught.value.failures) == [1]
     failure = caught.value.failures[1]
-    assert (failure.status, failure.exception_type) == ("raised", "ValueError")
-    assert "in raises_on_rank_1" in failure.traceback
+    assert status in (None, failure.status)
+    assert exit_code in (None, failure.exit_code)
+    assert name != "raises" or failure.exception_type == "ValueError"
 
 
 def raises_everywhere(rank, world_size):
@@ -79,41 +106,6 @@ def test_all_ranks_that_raise_are_reported():
         0: "rank 0 here",
         1: "rank 1 here",
     }
-
-
-def exits_on_rank_0(rank, world_size):
-    if rank == 0:
-        os._exit(3)
-    return rank
-
-
-def test_a_rank_that_exits_is_reported_with_its_exit_code():
-    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(0\)(.|\n)*exit code 3") as caught:
-        run_ranks(exits_on_rank_0, 2, process_group=False)
-    assert (caught.value.failures[0].status, caught.value.failures[0].exit_code) == ("died", 3)
-
-
-def exits_with_0_on_rank_1(rank, world_size):
-    if rank == 1:
-        os._exit(0)
-    return rank
-
-
-def test_a_rank_that_exits_with_0_but_without_a_result_is_a_failure():
-    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(1\)(.|\n)*exit code 0"):
-        run_ranks(exits_with_0_on_rank_1, 2, process_group=False)
-
-
-def killed_on_rank_1(rank, world_size):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return rank
-
-
-def test_a_rank_that_is_killed_is_reported_with_its_signal():
-    with pytest.raises(RankFailed, match=r"\(1\)(.|\n)*killed by SIGKILL") as caught:
-        run_ranks(killed_on_rank_1, 2, process_group=False)
-    assert caught.value.failures[1].exit_code == -signal.SIGKILL
 
 
 def hangs_on_rank_1(rank, world_size):
@@ -153,53 +145,6 @@ def test_outcomes_keep_failed_ranks_connected_so_that_a_hang_shows():
     assert "all_reduce" in outcomes[0].traceback
 
 
-def returns_a_lambda_on_rank_0(rank, world_size):
-    return (lambda: None) if rank == 0 else rank
-
-
-def test_a_result_that_cannot_be_pickled_is_reported():
-    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(0\)(.|\n)*[Cc]an't pickle|lambda") as caught:
-        run_ranks(returns_a_lambda_on_rank_0, 2, process_group=False)
-    assert list(caught.value.failures) == [0]
-
-
-class Explosive:
-    def __reduce__(self):
-        return (int, ("no number",))
-
-
-def returns_what_cannot_be_unpickled_on_rank_1(rank, world_size):
-    return Explosive() if rank == 1 else rank
-
-
-def test_a_result_that_cannot_be_unpickled_is_reported():
-    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(1\)(.|\n)*no number"):
-        run_ranks(returns_what_cannot_be_unpickled_on_rank_1, 2, process_group=False)
-
-
-def leaves_on_rank_1(rank, world_size):
-    dist.barrier()
-    if rank == 1:
-        raise SystemExit(5)
-    return rank
-
-
-def test_a_rank_that_calls_sys_exit_is_reported():
-    with pytest.raises(RankFailed, match=r"\(1\)(.|\n)*SystemExit"):
-        run_ranks(leaves_on_rank_1, 2)
-
-
-def crashes_after_its_result_on_rank_0(rank, world_size):
-    if rank == 0:
-        dist.destroy_process_group = lambda: os._exit(4)
-    return rank
-
-
-def test_a_rank_that_crashes_after_its_result_is_a_failure():
-    with pytest.raises(RankFailed, match=r"1 of 2 ranks failed \(0\)(.|\n)*answered, but then(.|\n)*code 4"):
-        run_ranks(crashes_after_its_result_on_rank_0, 2)
-
-
 def leaves_a_process(rank, world_size):
     return subprocess.Popen([sys.executable, "-c", SLEEPER]).pid
 
@@ -231,9 +176,7 @@ def test_every_thread_gives_its_result_in_rank_order(world_size):
 
 
 def raises_in_thread_1(rank, world_size, group):
-    if rank == 1:
-        raise ValueError("the flux is wrong")
-    return rank
+    return raise_an_error() if rank == 1 else rank
 
 
 def test_a_thread_that_raises_is_reported():
@@ -242,31 +185,27 @@ def test_a_thread_that_raises_is_reported():
     assert list(caught.value.failures) == [1]
 
 
-def hangs_in_thread_0(rank, world_size, group, never):
+def hangs_by_itself(rank, world_size, group, never):
     if rank == 0:
         never.wait()
-    return rank
 
 
-def test_a_thread_that_hangs_is_reported_with_its_stack():
-    never = threading.Event()
-    try:
-        outcomes = run_threads_outcomes(hangs_in_thread_0, 2, never, timeout_s=0.5)
-    finally:
-        never.set()
-    assert [outcome.status for outcome in outcomes] == ["hung", "returned"]
-    assert "hangs_in_thread_0" in outcomes[0].traceback
-
-
-def hangs_in_a_collective(rank, world_size, group):
+def hangs_in_a_collective(rank, world_size, group, never):
     if rank == 0:
         group.allreduce([torch.ones(1)]).wait()
 
 
-def test_a_thread_that_hangs_in_a_collective_is_reported():
-    outcomes = run_threads_outcomes(hangs_in_a_collective, 2, timeout_s=0.5)
+@pytest.mark.parametrize(
+    ("main", "text"), [(hangs_by_itself, "never.wait"), (hangs_in_a_collective, "group.allreduce")]
+)
+def test_a_thread_that_hangs_is_reported_with_its_stack(main, text):
+    never = threading.Event()
+    try:
+        outcomes = run_threads_outcomes(main, 2, never, timeout_s=0.5)
+    finally:
+        never.set()
     assert [outcome.status for outcome in outcomes] == ["hung", "returned"]
-    assert "group.allreduce" in outcomes[0].traceback
+    assert text in outcomes[0].traceback
 
 
 # ---------------------------------------------------------------------- scripts
