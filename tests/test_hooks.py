@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
-import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,7 +15,6 @@ from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
 from harness import run_ranks, run_threads
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
-from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.encoding.mean import Fp8Codec, Int8Codec
@@ -89,31 +86,6 @@ def add_up_by_name(rank, world_size):
 
 def test_a_registered_hook_reduces_gradients():
     assert run_ranks(add_up_by_name, 2) == [[[3.0] * 3]] * 2
-
-
-TOYS = {
-    "__init__": "",
-    "base": "class Toy: pass\nclass Unnamed(Toy): pass\n",
-    "first": "from toys.base import Unnamed\nclass First(Unnamed): name = 'first'\nclass Other: name = 'x'\n",
-    "importing": "from toys.first import First, Other\n",
-}
-
-
-def test_a_catalogue_has_what_the_files_beside_its_base_class_derive(tmp_path, monkeypatch):
-    (tmp_path / "toys").mkdir()
-    for file, text in TOYS.items():
-        (tmp_path / "toys" / f"{file}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        toys = importlib.import_module("toys.base")
-        assert Catalogue("toy", toys.Toy).names() == ["first"]
-        (tmp_path / "toys" / "copied.py").write_text(TOYS["first"])
-        importlib.invalidate_caches()
-        with pytest.raises(AssertionError, match="two classes of the toy 'first'"):
-            Catalogue("toy", toys.Toy)
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "toys"]:
-            del sys.modules[name]
 
 
 @pytest.mark.parametrize(
@@ -478,16 +450,6 @@ def test_many_buckets_of_two_collectives_each_do_not_deadlock():
         spec, inputs, shapes=shapes, cap_mb=ONE_EACH_MB, finish=lambda run: len(run.model.reducer.buckets)
     )
     assert [num_buckets for _, num_buckets in answers] == [40] * 3
-
-
-def test_the_engine_may_communicate_while_a_hook_does():
-    """With unused parameters searched for, the reducer's own collective runs beside those of the hook."""
-    inputs = inputs_of(5, 3)
-    answers = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB, find_unused_parameters=True)
-    expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
-    for (outputs, _), (references, _) in zip(answers, expected, strict=True):
-        for output, reference in zip(outputs, references, strict=True):
-            assert_same(output, reference)
 
 
 def reduce_on_a_bare_group(rank, world_size, folder, inputs):
