@@ -45,6 +45,13 @@ def assert_same(found: Grads, expected: Grads) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
+def assert_same_steps(found: list[list[Grads]], reference: list[tuple[list[Grads], object]]) -> None:
+    """Requires the gradients of all ranks and steps."""
+    for outputs, (expected, _) in zip(found, reference, strict=True):
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert_same(output, wanted)
+
+
 # ---------------------------------------------------------------- names
 
 
@@ -117,26 +124,25 @@ def test_a_specification_that_cannot_be_used_says_why(spec, message):
 
 
 @remembering
-@pytest.mark.parametrize("caps", [(25, 25), (0.001, 0.001)], ids=["1 bucket", "3 buckets"])
-def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, caps):
+@pytest.mark.parametrize("cap_mb", [25, 0.001], ids=["1 bucket", "3 buckets"])
+def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, cap_mb):
     """Also over the rebuild of the buckets, which the second process does once more."""
     inputs = inputs_of(8)
-    undisturbed = reduce_steps(spec, inputs, cap_mb=caps[0])
+    undisturbed = reduce_steps(spec, inputs, cap_mb=cap_mb)
 
     def rank_main(rank, world_size, group):
-        first = Run(group, spec, cap_mb=caps[0])
+        first = Run(group, spec, cap_mb=cap_mb)
         for grads in inputs[rank][:5]:
             first.step(grads)
         saved = first.hook.state_dict()
-        second = Run(group, spec, cap_mb=caps[1])
+        second = Run(group, spec, cap_mb=cap_mb)
         assert second.hook.load_state_dict(saved, SHAPES) == []
         return [second.step(grads) for grads in inputs[rank][5:]]
 
-    for rank, outputs in enumerate(run_threads(rank_main, 2)):
-        for output, expected in zip(outputs, undisturbed[rank][0][5:], strict=True):
-            if "batched" in str(spec) and caps[0] < 1:
-                continue  # its factors belong to a layout, and the first layout is back after a start
-            assert_same(output, expected)
+    answers = run_threads(rank_main, 2)
+    if not ("batched" in str(spec) and cap_mb < 1):
+        # whose factors belong to a layout, and the first layout is back after a start
+        assert_same_steps(answers, [(outputs[5:], None) for outputs, _ in undisturbed])
 
 
 @remembering
@@ -169,9 +175,7 @@ def test_a_step_may_be_undone_or_ended_by_what_another_rank_knows_of_it(spec, en
                 run.hook.finish({**states[0], "tensors": tensors})
         return outputs + [run.step(grads) for grads in inputs[rank][4:]]
 
-    for rank, outputs in enumerate(run_threads(rank_main, 2)):
-        for output, expected in zip(outputs, undisturbed[rank][0], strict=True):
-            assert_same(output, expected)
+    assert_same_steps(run_threads(rank_main, 2), undisturbed)
 
 
 def test_batched_factors_begin_anew_in_another_layout_and_the_residual_stays():
@@ -232,12 +236,10 @@ def test_a_step_that_overflows_on_one_rank_leaves_no_trace(spec, value):
             extra["second"][1, 2, 3] = value
         disturbed[rank].insert(3, extra)
     answers = reduce_steps(spec, disturbed, cap_mb=ONE_EACH_MB, finish=lambda run: run.hook.step)
-    for rank, (outputs, step) in enumerate(answers):
+    for outputs, step in answers:
         assert step == 6
-        skipped = outputs.pop(3)
-        assert skipped["second"].isnan().all(), "on every rank, so that all skip the step"
-        for output, expected in zip(outputs, undisturbed[rank][0], strict=True):
-            assert_same(output, expected)
+        assert outputs.pop(3)["second"].isnan().all(), "on every rank, so that all skip the step"
+    assert_same_steps([outputs for outputs, _ in answers], undisturbed)
 
 
 @remembering
@@ -278,9 +280,7 @@ def test_the_loss_scale_may_change(spec):
             outputs.append({name: grad / scale for name, grad in scaled.items()})
         return outputs
 
-    for rank, outputs in enumerate(run_threads(rank_main, 2)):
-        for output, expected in zip(outputs, plain[rank][0], strict=True):
-            assert_same(output, expected)
+    assert_same_steps(run_threads(rank_main, 2), plain)
 
 
 def test_an_overflow_on_the_wire_is_one_on_all_ranks_and_leaves_no_trace():
@@ -339,10 +339,9 @@ def test_accumulated_gradients_are_compressed_once_a_step(spec):
             outputs.append({n: p.grad.clone() for n, p in run.module.named_parameters()})
         return outputs, run.hook.step
 
-    for rank, (outputs, step) in enumerate(run_threads(rank_main, 2)):
-        assert step == 3
-        for output, reference in zip(outputs, expected[rank][0], strict=True):
-            assert_same(output, reference)
+    answers = run_threads(rank_main, 2)
+    assert [step for _, step in answers] == [3, 3]
+    assert_same_steps([outputs for outputs, _ in answers], expected)
 
 
 @remembering
@@ -378,9 +377,8 @@ def test_a_parameter_that_one_rank_used_counts_as_zero_on_the_other(spec):
         inputs[1][step] = {n: g for n, g in inputs[1][step].items() if n != "second"}
         filled[1][step] = inputs[1][step] | {"second": torch.zeros(SHAPES["second"])}
     expected = reduce_steps(spec, filled, find_unused_parameters=True)
-    for rank, (outputs, _) in enumerate(reduce_steps(spec, inputs, find_unused_parameters=True)):
-        for output, reference in zip(outputs, expected[rank][0], strict=True):
-            assert_same(output, reference)
+    answers = reduce_steps(spec, inputs, find_unused_parameters=True)
+    assert_same_steps([outputs for outputs, _ in answers], expected)
 
 
 # ---------------------------------------------------------------- bytes
@@ -390,6 +388,10 @@ TRANSFORMER = {
     for name, parameter in build_workload("transformer6", rank=0).module.layers[0].named_parameters()
 }
 """One of the six layers of the bench's transformer; they are alike, and it has no parameter besides."""
+
+
+def bytes_of(run):
+    return run.hook.channel.num_bytes_sent
 
 
 @pytest.mark.parametrize(
@@ -410,12 +412,9 @@ TRANSFORMER = {
 def test_bytes_sent_in_a_step_as_part_of_uncompressed_float32(spec, limit):
     inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(2)]
 
-    def count(run):
-        return run.hook.channel.num_bytes_sent
-
-    full = reduce_steps("allreduce", inputs, shapes=TRANSFORMER, finish=count)[0][1]
+    full = reduce_steps("allreduce", inputs, shapes=TRANSFORMER, finish=bytes_of)[0][1]
     assert full == 4 * sum(math.prod(shape) for shape in TRANSFORMER.values()), "2 (N-1)/N x size"
-    sent = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=count)[0][1]
+    sent = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=bytes_of)[0][1]
     assert 0.2 * limit < sent / full <= limit
 
 
@@ -432,9 +431,7 @@ def test_traffic_does_not_grow_with_the_world_size(spec):
     sent = {}
     for world_size in (2, 4):
         inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(world_size)]
-        answers = reduce_steps(
-            spec, inputs, shapes=TRANSFORMER, finish=lambda run: run.hook.channel.num_bytes_sent
-        )
+        answers = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=bytes_of)
         sent[world_size] = answers[0][1] / (2 * (world_size - 1) / world_size)
     assert sent[4] == pytest.approx(sent[2], rel=0.02)
 
@@ -471,9 +468,7 @@ def test_on_a_group_without_a_store_the_engine_and_a_hook_keep_one_order(tmp_pat
     inputs = inputs_of(20, 3)
     answers = run_ranks(reduce_on_a_bare_group, 3, str(tmp_path), inputs, process_group=False)
     expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
-    for outputs, (references, _) in zip(answers, expected, strict=True):
-        for output, reference in zip(outputs, references, strict=True):
-            assert_same(output, reference)
+    assert_same_steps(answers, expected)
 
 
 def test_state_by_name_needs_names():
