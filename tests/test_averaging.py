@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from given_gradients import Given, Grads, mean, random_grads
+from given_gradients import Given, Grads, Shapes, mean, random_grads
 from harness import run_threads
 from torch import Tensor, nn
 
@@ -46,9 +46,7 @@ def train(
     """Per rank: the parameters after each step, and `finish(module, averager)`."""
 
     def rank_main(rank: int, _: int, group: Any) -> tuple[list[Grads], Any]:
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
-        averager = build_averager(spec, module, [optimizer], group)
+        module, optimizer, averager = built(spec, group, momentum=momentum)
         trace = []
         for step in range(num_steps):
             optimizer.param_groups[0]["lr"] = schedule(step)
@@ -57,6 +55,14 @@ def train(
         return trace, finish(module, averager)
 
     return run_threads(rank_main, world_size)
+
+
+def built(
+    spec: Any, group: Any, shapes: Shapes = SHAPES, **options: float
+) -> tuple[nn.Module, torch.optim.Optimizer, Averager]:
+    module = Given(shapes)
+    optimizer = torch.optim.SGD(module.parameters(), **{"lr": LR, **options})
+    return module, optimizer, build_averager(spec, module, [optimizer], group)
 
 
 def take_step(module, optimizer, averager, own, world_size, step, grads) -> None:
@@ -119,21 +125,13 @@ def test_post_local_sgd_averages_gradients_and_then_parameters(world_size, start
 
 def test_hierarchical_sgd_runs_the_largest_level_that_is_due():
     def after(step, x):
-        local = step + 1 - 1
-        if local > 0 and local % 4 == 0:
+        if step % 4 == 0:  # the first step has averaged gradients; of the local ones each fourth
             average(x)
-        elif local > 0 and local % 2 == 0:
+        elif step % 2 == 0:
             average(x, [0, 1])
             average(x, [2, 3])
 
-    spec = {"name": "hierarchical_sgd", "start_step": 1, "periods": {2: 2, 4: 0}}
-
-    def from_start(step, x):
-        if step == 0:
-            average(x)
-        after(step, x)
-
-    check(spec, 4, from_start)
+    check({"name": "hierarchical_sgd", "start_step": 1, "periods": {2: 2, 4: 0}}, 4, after)
 
 
 @pytest.mark.parametrize("hook", [None, "allreduce"])
@@ -142,13 +140,8 @@ def test_in_local_training_gradients_may_be_averaged_in_each_of_two_nodes(hook):
     start, period, num_steps = 2, 3, 9
 
     def rank_main(rank, world_size, group):
-        averaging = {
-            "name": "post_local_sgd",
-            "start_step": start,
-            "period": period,
-            "intra_node_gradients": True,
-        }
-        communication = Communication(hook, averaging=averaging)
+        averaging = {"name": "post_local_sgd", "start_step": start, "period": period}
+        communication = Communication(hook, averaging={**averaging, "intra_node_gradients": True})
         module = Given(SHAPES)
         model = BucketedDDP(module, process_group=group, bucket_cap_mb=1e-5)
         communication.register(model, Group(group), torch.device("cpu"), node_size=2, loss_scale=lambda: 1.0)
@@ -207,17 +200,11 @@ def test_slowmo_follows_the_paper(world_size):
 
 
 def test_slowmo_takes_the_mean_where_the_learning_rate_is_zero():
-    spec = {"name": "slowmo", "period": 3}
-    last = [LR, LR, 0.0]
-    answers = train(spec, 2, num_steps=3, schedule=lambda step: last[step])
-    x = zeros(2)
-    for rank in range(2):
-        for step in range(2):
-            for name in SHAPES:
-                x[rank][name] -= LR * local_grads(rank, step)[name]
-    average(x)
-    assert_close(answers[0][0][2], x[0])
-    assert_close(answers[1][0][2], x[0])
+    def after(step, x):
+        if step == 2:
+            average(x)
+
+    check({"name": "slowmo", "period": 3}, 2, after, num_steps=3, schedule=[LR, LR, 0.0].__getitem__)
 
 
 @both_sizes
@@ -300,9 +287,7 @@ def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_average
         places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
         before = [p.detach().clone() for p in module.parameters()]
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        averager = build_averager(
-            {"name": "post_local_sgd", "start_step": 0, "period": 1}, module, [optimizer], group
-        )
+        averager = build_averager(EVERY_STEP, module, [optimizer], group)
         with torch.no_grad():
             for p in module.parameters():
                 p.add_(rank)  # as if stepped; no parameter has a gradient
@@ -316,9 +301,7 @@ def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_average
 
 def test_a_tensor_larger_than_a_chunk_goes_in_several(monkeypatch):
     monkeypatch.setattr("lightning_ddp.encoding.mean.CHUNK_NUMEL", 7)
-    check(
-        {"name": "post_local_sgd", "start_step": 0, "period": 1}, 3, lambda step, x: average(x), num_steps=3
-    )
+    check(EVERY_STEP, 3, lambda step, x: average(x), num_steps=3)
 
 
 @both_sizes
@@ -335,9 +318,7 @@ def test_running_statistics_are_those_of_all_data(world_size):
         layer.running_var.copy_(data[rank].var(0, correction=0))
         layer.num_batches_tracked.fill_(10 + rank)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        averager = build_averager(
-            {"name": "post_local_sgd", "start_step": 0, "period": 1}, module, [optimizer], group
-        )
+        averager = build_averager(EVERY_STEP, module, [optimizer], group)
         averager.step(optimizer)
         return layer.running_mean, layer.running_var, layer.num_batches_tracked.item(), layer.other.item()
 
@@ -409,10 +390,8 @@ def test_two_optimizers_are_counted_and_averaged_each_by_itself():
 
 def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase():
     def rank_main(rank, world_size, group):
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         spec = {"name": "post_local_sgd", "start_step": 2, "period": 3}
-        averager = build_averager(spec, module, [optimizer], group)
+        module, optimizer, averager = built(spec, group)
         phases = []
         for was_skipped in (False, True, True, False):
             phases.append(averager.averages_gradients)
@@ -465,9 +444,7 @@ def test_bytes_sent_as_part_of_averaged_gradients(spec, limit):
     numel = 200 * 200 + 200 + 200 * 100 + 50
 
     def rank_main(rank, world_size, group):
-        module = Given(shapes)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-        averager = build_averager(spec, module, [optimizer], group)
+        _, optimizer, averager = built(spec, group, shapes, lr=0.0)
         for _ in range(200):
             averager.step(optimizer)
         return averager.num_bytes_sent
@@ -492,24 +469,19 @@ ALL = [
 @pytest.mark.parametrize("spec", ALL, ids=str)
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, stop):
     def rank_main(rank, world_size, group):
-        def start():
-            module = Given(SHAPES)
-            optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
-            return module, optimizer, build_averager(spec, module, [optimizer], group)
-
         def go_on(run, steps):
             module, optimizer, averager = run
             for step in steps:
                 take_step(module, optimizer, averager, local_grads(rank, step), world_size, step, local_grads)
 
-        first = start()
+        first = built(spec, group, momentum=0.9)
         go_on(first, range(stop))
         first[2].agree()
         saved = [{k: v.clone() for k, v in first[0].state_dict().items()}, first[1].state_dict()]
         saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
         saved.append(first[2].state_dict())
         go_on(first, range(stop, 14))
-        second = start()
+        second = built(spec, group, momentum=0.9)
         second[0].load_state_dict(saved[0])
         second[1].load_state_dict(saved[1])
         assert second[2].load_state_dict(saved[2]) == []
@@ -523,10 +495,8 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, stop):
 
 def test_loading_says_what_it_cannot_keep():
     def rank_main(rank, world_size, group):
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-        slowmo = build_averager("slowmo", module, [optimizer], group)
-        diloco = build_averager("diloco", module, [optimizer], group)
+        _, _, slowmo = built("slowmo", group)
+        _, _, diloco = built("diloco", group)
         state = slowmo.state_dict()
         notes = diloco.load_state_dict(state)
         del state["outer"]["bias"]
@@ -572,12 +542,9 @@ def test_a_specification_that_cannot_be_used_says_why(spec, message):
 
 def test_groups_that_do_not_fit_the_ranks_are_refused():
     def rank_main(rank, world_size, group):
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
         for periods in ({2: 2}, {2: 2, 4: 3}):
-            spec = {"name": "hierarchical_sgd", "periods": periods}
             with pytest.raises(ConfigurationError, match=r"with 3 ranks: the last group must have all"):
-                build_averager(spec, module, [optimizer], group)
+                built({"name": "hierarchical_sgd", "periods": periods}, group)
 
     run_threads(rank_main, 3)
 
