@@ -43,7 +43,6 @@ REFUSED = {
     "dataloader_iter": ("ConfigurationError", "with dataloader_iter fetches batches itself"),
     "sized_on_rank_zero": ("ConfigurationError", "has no length on ranks [1], but has one on the others"),
     "resumed_inside_an_epoch": ("ConfigurationError", "cannot resume inside an epoch, here after 2 batches"),
-    "keeps_automatic": ("ConfigurationError", "no_backward_sync is for manual optimization"),
 }
 
 
@@ -224,7 +223,7 @@ def test_buffers_and_metrics_are_those_of_a_ranks_own_batches(ranks):
             close(buffers[f"{name}.running_mean"], module.running_mean)
             close(buffers[f"{name}.running_var"], module.running_var)
         close(buffers["last"], inputs[-1][0, :1])
-        mean, collected = ranks[rank]["stateful"]["metrics"]
+        mean, collected = ranks[rank]["stateful"]["epochs_of_metrics"]
         close(mean, ranks[rank]["stateful"]["epochs"][0]["local"])
         close(collected, [batch[0, 0].item() for batch in inputs])
 
