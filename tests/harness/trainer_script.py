@@ -161,16 +161,27 @@ class GAN(Classifier):
         return [torch.optim.Adam(p, lr=0.002) for p in (self.features.parameters(), discriminator)], []
 
 
+FITS: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+    "plain": (Classifier, {}),
+    "accumulate": (Classifier, {"accumulate_grad_batches": 2}),
+    "clip": (Classifier, {"gradient_clip_val": 0.05}),
+    "bf16": (Classifier, {"precision": "bf16-mixed"}),
+    "manual": (TwoOptimizers, {}),
+    "manual_accumulate": (Accumulating, {}),
+}
+"""Ways to train of which the weights are all that is compared."""
+
+
 class Cases:
-    """The ways to train; each method is one, named by what it shows."""
+    """The ways to train; each method is one besides those of `FITS`, named by what it shows."""
 
     def __init__(self, strategy: str, folder: Path) -> None:
         self.strategy = strategy
         self.folder = folder
 
-    def trainer(self, **options: Any) -> pl.Trainer:
+    def fit(self, model: Classifier, ckpt_path: str | None = None, **options: Any) -> pl.Trainer:
         trainer_class = pl.Trainer if self.strategy.startswith("ddp") else lightning_ddp.Trainer
-        return trainer_class(
+        trainer = trainer_class(
             **{
                 "strategy": self.strategy,
                 "accelerator": "cpu",
@@ -183,40 +194,16 @@ class Cases:
                 **options,
             }
         )
-
-    def fit(self, model: Classifier, ckpt_path: str | None = None, **options: Any) -> pl.Trainer:
-        trainer = self.trainer(**options)
         trainer.fit(model, loader(0, NUM_TRAIN, shuffle=True), ckpt_path=ckpt_path)
         return trainer
 
-    def plain(self) -> dict[str, Any]:
-        model = Classifier("plain")
-        self.fit(model)
-        return {"state": model.state_dict()}
-
-    def accumulate(self) -> dict[str, Any]:
-        model = Classifier("accumulate")
-        self.fit(model, accumulate_grad_batches=2)
-        return {"state": model.state_dict()}
-
-    def clip(self) -> dict[str, Any]:
-        model = Classifier("clip")
-        self.fit(model, gradient_clip_val=0.05)
-        return {"state": model.state_dict()}
-
-    def bf16(self) -> dict[str, Any]:
-        model = Classifier("bf16")
-        self.fit(model, precision="bf16-mixed")
-        return {"state": model.state_dict()}
-
-    def manual(self) -> dict[str, Any]:
-        model = TwoOptimizers("manual")
-        self.fit(model)
-        return {"state": model.state_dict()}
-
-    def manual_accumulate(self) -> dict[str, Any]:
-        model = Accumulating("manual_accumulate")
-        self.fit(model)
+    def run(self, name: str) -> dict[str, Any]:
+        if name not in FITS:
+            result: dict[str, Any] = getattr(self, name)()
+            return result
+        kind, options = FITS[name]
+        model = kind(name)
+        self.fit(model, **options)
         return {"state": model.state_dict()}
 
     def gan(self) -> dict[str, Any]:
@@ -238,26 +225,16 @@ class Cases:
         self.fit(compiled, gradient_clip_val=0.2)
         return {"state": model.state_dict()}
 
-    def two_epochs(self) -> dict[str, Any]:
-        model = Classifier("two_epochs")
-        trainer = self.fit(model, max_epochs=2)
-        return {
-            "state": model.state_dict(),
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-        }
+    def two_epochs(self, case: str = "two_epochs", ckpt_path: str | None = None) -> dict[str, Any]:
+        model = Classifier(case)
+        trainer = self.fit(model, ckpt_path=ckpt_path, max_epochs=2)
+        counts = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+        return {"state": model.state_dict(), **counts}
 
     def resumed(self) -> dict[str, Any]:
         checkpoint = str(self.folder / "after_one_epoch.ckpt")
-        trainer = self.fit(Classifier("resumed"))
-        trainer.save_checkpoint(checkpoint)
-        model = Classifier("resumed")
-        trainer = self.fit(model, ckpt_path=checkpoint, max_epochs=2)
-        return {
-            "state": model.state_dict(),
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-        }
+        self.fit(Classifier("resumed")).save_checkpoint(checkpoint)
+        return self.two_epochs("resumed", checkpoint)
 
     def fit_twice_and_evaluate(self) -> dict[str, Any]:
         model = Classifier("fit_twice_and_evaluate")
@@ -282,7 +259,7 @@ def main() -> None:
     results = {}
     for name in args.cases.split(","):
         pl.seed_everything(7, verbose=False)
-        results[name] = getattr(cases, name)()
+        results[name] = cases.run(name)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             torch.save(results, args.out)  # after each, so that a later failure does not hide it
 
