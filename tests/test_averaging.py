@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from given_gradients import Given, Grads, Shapes, mean, random_grads
-from harness import run_threads
+from harness import on_ranks, run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -277,26 +277,24 @@ def test_streaming_diloco_follows_the_paper(world_size, delay):
 # ---------------------------------------------------------------- what is averaged, and how
 
 
-def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_averaged_too():
-    def rank_main(rank, world_size, group):
-        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 3), nn.Linear(2, 2).to(torch.bfloat16))
-        module = module.to(memory_format=torch.channels_last)
-        with torch.no_grad():
-            for i, p in enumerate(module.parameters()):
-                p.copy_(torch.arange(p.numel()).view(p.shape) * 0.25 + i)
-        places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
-        before = [p.detach().clone() for p in module.parameters()]
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        averager = build_averager(EVERY_STEP, module, [optimizer], group)
-        with torch.no_grad():
-            for p in module.parameters():
-                p.add_(rank)  # as if stepped; no parameter has a gradient
-        averager.step(optimizer)
-        assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
-        for p, old in zip(module.parameters(), before, strict=True):
-            assert p.equal(old + 0.5)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_averaged_too(rank, group):
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 3), nn.Linear(2, 2).to(torch.bfloat16))
+    module = module.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(torch.arange(p.numel()).view(p.shape) * 0.25 + i)
+    places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    averager = build_averager(EVERY_STEP, module, [optimizer], group)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(rank)  # as if stepped; no parameter has a gradient
+    averager.step(optimizer)
+    assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
+    for p, old in zip(module.parameters(), before, strict=True):
+        assert p.equal(old + 0.5)
 
 
 def test_a_tensor_larger_than_a_chunk_goes_in_several(monkeypatch):
@@ -388,23 +386,21 @@ def test_two_optimizers_are_counted_and_averaged_each_by_itself():
     assert second == [(-1, 0), (-1, -1), (-1, -1), (-1, -1)]
 
 
-def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase():
-    def rank_main(rank, world_size, group):
-        spec = {"name": "post_local_sgd", "start_step": 2, "period": 3}
-        module, optimizer, averager = built(spec, group)
-        phases = []
-        for was_skipped in (False, True, True, False):
-            phases.append(averager.averages_gradients)
-            averager.step(optimizer, was_skipped=was_skipped)
+@on_ranks(2)
+def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase(rank, group):
+    spec = {"name": "post_local_sgd", "start_step": 2, "period": 3}
+    module, optimizer, averager = built(spec, group)
+    phases = []
+    for was_skipped in (False, True, True, False):
         phases.append(averager.averages_gradients)
-        with torch.no_grad():
-            module.bias.fill_(rank)
-        for step in range(3):
-            assert module.bias[0] == rank
-            averager.step(optimizer, was_skipped=rank == 1 and step == 1)  # the ranks skip differently
-        return phases, module.bias[0].item()
-
-    assert run_threads(rank_main, 2) == [([True, True, True, True, False], 0.5)] * 2
+        averager.step(optimizer, was_skipped=was_skipped)
+    phases.append(averager.averages_gradients)
+    with torch.no_grad():
+        module.bias.fill_(rank)
+    for step in range(3):
+        assert module.bias[0] == rank
+        averager.step(optimizer, was_skipped=rank == 1 and step == 1)  # the ranks skip differently
+    assert (phases, module.bias[0].item()) == ([True, True, True, True, False], 0.5)
 
 
 def test_agreement_averages_what_has_diverged_and_nothing_else():
@@ -467,51 +463,46 @@ ALL = [
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 6])
 @pytest.mark.parametrize("spec", ALL, ids=str)
-def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, stop):
-    def rank_main(rank, world_size, group):
-        def go_on(run, steps):
-            module, optimizer, averager = run
-            for step in steps:
-                take_step(module, optimizer, averager, local_grads(rank, step), world_size, step, local_grads)
+@on_ranks(2)
+def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(rank, world_size, group, spec, stop):
+    def go_on(run, steps):
+        module, optimizer, averager = run
+        for step in steps:
+            take_step(module, optimizer, averager, local_grads(rank, step), world_size, step, local_grads)
 
-        first = built(spec, group, momentum=0.9)
-        go_on(first, range(stop))
-        first[2].agree()
-        saved = [{k: v.clone() for k, v in first[0].state_dict().items()}, first[1].state_dict()]
-        saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
-        saved.append(first[2].state_dict())
-        go_on(first, range(stop, 14))
-        second = built(spec, group, momentum=0.9)
-        second[0].load_state_dict(saved[0])
-        second[1].load_state_dict(saved[1])
-        assert second[2].load_state_dict(saved[2]) == []
-        go_on(second, range(stop, 14))
-        return [a.equal(b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)], any(
-            p.any() for p in second[0].parameters()
-        )
+    first = built(spec, group, momentum=0.9)
+    go_on(first, range(stop))
+    first[2].agree()
+    saved = [{k: v.clone() for k, v in first[0].state_dict().items()}, first[1].state_dict()]
+    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
+    saved.append(first[2].state_dict())
+    go_on(first, range(stop, 14))
+    second = built(spec, group, momentum=0.9)
+    second[0].load_state_dict(saved[0])
+    second[1].load_state_dict(saved[1])
+    assert second[2].load_state_dict(saved[2]) == []
+    go_on(second, range(stop, 14))
+    assert (
+        [a.equal(b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)],
+        any(p.any() for p in second[0].parameters()),
+    ) == ([True] * 3, True)
 
-    assert run_threads(rank_main, 2) == [([True] * 3, True)] * 2
 
-
-def test_loading_says_what_it_cannot_keep():
-    def rank_main(rank, world_size, group):
-        _, _, slowmo = built("slowmo", group)
-        _, _, diloco = built("diloco", group)
-        state = slowmo.state_dict()
-        notes = diloco.load_state_dict(state)
-        del state["outer"]["bias"]
-        notes += slowmo.load_state_dict(state | {"options": {"period": 5}, "steps": [(1, 1), (2, 2)]})
-        with pytest.raises(ConfigurationError, match="has format 7, but this release reads 1"):
-            slowmo.load_state_dict(state | {"format": 7})
-        return notes
-
-    assert run_threads(rank_main, 1) == [
-        [
-            "state of averager 'slowmo' was dropped, because the run uses 'diloco'",
-            "step counts of averager 'slowmo' were reset: 2 optimizers were saved, but the run has 1",
-            "averager 'slowmo' was saved with other options: {'period': 5}",
-            "outer state of averager 'slowmo' starts from scratch for bias",
-        ]
+@on_ranks(1)
+def test_loading_says_what_it_cannot_keep(group):
+    _, _, slowmo = built("slowmo", group)
+    _, _, diloco = built("diloco", group)
+    state = slowmo.state_dict()
+    notes = diloco.load_state_dict(state)
+    del state["outer"]["bias"]
+    notes += slowmo.load_state_dict(state | {"options": {"period": 5}, "steps": [(1, 1), (2, 2)]})
+    with pytest.raises(ConfigurationError, match="has format 7, but this release reads 1"):
+        slowmo.load_state_dict(state | {"format": 7})
+    assert notes == [
+        "state of averager 'slowmo' was dropped, because the run uses 'diloco'",
+        "step counts of averager 'slowmo' were reset: 2 optimizers were saved, but the run has 1",
+        "averager 'slowmo' was saved with other options: {'period': 5}",
+        "outer state of averager 'slowmo' starts from scratch for bias",
     ]
 
 
@@ -540,13 +531,11 @@ def test_a_specification_that_cannot_be_used_says_why(spec, message):
         parse_averager(spec)
 
 
-def test_groups_that_do_not_fit_the_ranks_are_refused():
-    def rank_main(rank, world_size, group):
-        for periods in ({2: 2}, {2: 2, 4: 3}):
-            with pytest.raises(ConfigurationError, match=r"with 3 ranks: the last group must have all"):
-                built({"name": "hierarchical_sgd", "periods": periods}, group)
-
-    run_threads(rank_main, 3)
+@on_ranks(3)
+def test_groups_that_do_not_fit_the_ranks_are_refused(group):
+    for periods in ({2: 2}, {2: 2, 4: 3}):
+        with pytest.raises(ConfigurationError, match=r"with 3 ranks: the last group must have all"):
+            built({"name": "hierarchical_sgd", "periods": periods}, group)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim scripts functions

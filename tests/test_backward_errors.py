@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks, run_threads, store_elsewhere
+from harness import on_ranks, run_ranks, run_threads, store_elsewhere
 from models import MLP, Branches, batch, build
 from models import grads_by_branch as grads
 from torch import Tensor, nn
@@ -123,16 +123,14 @@ def test_one_of_three_processes_without_a_gradient_stops_all() -> None:
     assert answers == [missing_in((ALL, ("a", "c"), ALL))] * 3
 
 
-def test_a_missing_gradient_next_to_one_that_is_switched_off_is_still_an_error() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Branches(), process_group=group)
-        model.module.c.requires_grad_(False)
-        unwrapped = model.module  # the loss is no output of the wrapper, so no output tells of its backward
-        model.prepare_for_backward()
-        with pytest.raises(MissingGradientError, match=r"rank 0: b\.weight\n"):
-            unwrapped(x_of(rank), ("a",)).backward()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_missing_gradient_next_to_one_that_is_switched_off_is_still_an_error(rank, group) -> None:
+    model = BucketedDDP(Branches(), process_group=group)
+    model.module.c.requires_grad_(False)
+    unwrapped = model.module  # the loss is no output of the wrapper, so no output tells of its backward
+    model.prepare_for_backward()
+    with pytest.raises(MissingGradientError, match=r"rank 0: b\.weight\n"):
+        unwrapped(x_of(rank), ("a",)).backward()
 
 
 def test_a_rank_that_does_not_report_is_waited_for_once(monkeypatch) -> None:

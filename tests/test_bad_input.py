@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_threads, run_threads_outcomes
+from harness import on_ranks, run_threads, run_threads_outcomes
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -59,29 +59,25 @@ MEAN = [1.5, 3.0]  # of 1 and 2 for the first layer, of 2 and 4 for the second
     ids=["None", "text", "empty", "number", "object"],
 )
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
-def test_a_loss_that_is_no_output_is_averaged_all_the_same(answer, options) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(answer), process_group=group, **options)
-        seen = []
-        for _ in range(3):
-            model.zero_grad()
-            model(x_of(rank))
-            model.module.loss.backward()
-            seen.append(grads(model))
-        return seen
-
-    assert run_threads(rank_main, 2) == [[MEAN] * 3] * 2
-
-
-def test_a_forward_without_a_backward_is_followed_by_clean_steps() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(lambda loss: None), process_group=group)
-        for _ in range(3):
-            model(x_of(rank))  # nothing to go back from
+@on_ranks(2)
+def test_a_loss_that_is_no_output_is_averaged_all_the_same(rank, group, answer, options) -> None:
+    model = BucketedDDP(Returns(answer), process_group=group, **options)
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        model(x_of(rank))
         model.module.loss.backward()
-        return grads(model)
+        seen.append(grads(model))
+    assert seen == [MEAN] * 3
 
-    assert run_threads(rank_main, 2) == [MEAN] * 2
+
+@on_ranks(2)
+def test_a_forward_without_a_backward_is_followed_by_clean_steps(rank, group) -> None:
+    model = BucketedDDP(Returns(lambda loss: None), process_group=group)
+    for _ in range(3):
+        model(x_of(rank))  # nothing to go back from
+    model.module.loss.backward()
+    assert grads(model) == MEAN
 
 
 @pytest.mark.parametrize("answer", [lambda loss: None, Holder], ids=["nothing", "object"])
@@ -160,40 +156,34 @@ HOOKS = [
 
 
 @pytest.mark.parametrize(("hook", "message"), HOOKS, ids=[hook.__name__ for hook, _ in HOOKS])
-def test_a_broken_hook_is_named_on_every_rank_and_step(hook, message) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
-        model.register_comm_hook(None, hook)
-        for step in range(2):
-            loss = model(x_of(rank))
-            where = (
-                rf"(?s)^rank {rank}, step {step}: communication hook .*{message}.*parameters 'two\.weight'"
-            )
-            with pytest.raises(CommHookError, match=where):
-                loss.backward()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_broken_hook_is_named_on_every_rank_and_step(rank, group, hook, message) -> None:
+    model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
+    model.register_comm_hook(None, hook)
+    for step in range(2):
+        loss = model(x_of(rank))
+        where = rf"(?s)^rank {rank}, step {step}: communication hook .*{message}.*parameters 'two\.weight'"
+        with pytest.raises(CommHookError, match=where):
+            loss.backward()
 
 
-def test_a_hook_that_recovers_reduces_the_next_step() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
-        broken = [True]
+@on_ranks(2)
+def test_a_hook_that_recovers_reduces_the_next_step(rank, group) -> None:
+    model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
+    broken = [True]
 
-        def hook(state: Any, bucket: Any) -> Any:
-            if broken[0] and bucket.is_last():
-                raise ZeroDivisionError("no norm")
-            return group.allreduce([bucket.buffer().div_(2)]).get_future()
+    def hook(state: Any, bucket: Any) -> Any:
+        if broken[0] and bucket.is_last():
+            raise ZeroDivisionError("no norm")
+        return group.allreduce([bucket.buffer().div_(2)]).get_future()
 
-        model.register_comm_hook(None, hook)
-        with pytest.raises(CommHookError, match="no norm"):
-            model(x_of(rank)).backward()
-        broken[0] = False
-        model.zero_grad()
+    model.register_comm_hook(None, hook)
+    with pytest.raises(CommHookError, match="no norm"):
         model(x_of(rank)).backward()
-        return grads(model)
-
-    assert run_threads(rank_main, 2) == [MEAN] * 2
+    broken[0] = False
+    model.zero_grad()
+    model(x_of(rank)).backward()
+    assert grads(model) == MEAN
 
 
 # ---------------------------------------------------------------- models and arguments that differ

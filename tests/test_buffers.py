@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_all_as_torch, grads_of, state_of
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks, run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -298,27 +298,21 @@ def test_ignored_buffers_stay_each_ranks_own() -> None:
 # ---------------------------------------------------------------- bad arguments
 
 
-def test_both_flags_warn_and_the_newer_one_counts() -> None:
-    def rank_main(rank, world_size, group):
-        with pytest.warns(
-            FutureWarning, match=r"broadcast_buffers=True is ignored, because forward_sync_buffers"
-        ):
-            model = BucketedDDP(
-                Norms(), process_group=group, broadcast_buffers=True, forward_sync_buffers=False
-            )
-        return model.forward_sync_buffers
-
-    assert run_threads(rank_main, 1) == [False]
+@on_ranks(1)
+def test_both_flags_warn_and_the_newer_one_counts(group) -> None:
+    with pytest.warns(
+        FutureWarning, match=r"broadcast_buffers=True is ignored, because forward_sync_buffers"
+    ):
+        model = BucketedDDP(Norms(), process_group=group, broadcast_buffers=True, forward_sync_buffers=False)
+    assert model.forward_sync_buffers is False
 
 
-def test_bad_arguments_are_named() -> None:
-    def rank_main(rank, world_size, group):
-        with pytest.raises(ConfigurationError, match=r"broadcast_buffers='never': expected 'auto', True"):
-            BucketedDDP(Norms(), process_group=group, broadcast_buffers="never")
-        model = BucketedDDP(Norms(), process_group=group)
-        with pytest.raises(ConfigurationError, match=r"location='later': expected 'before_forward' or"):
-            model.register_buffer_comm_hook(None, print, location="later")
-        with pytest.raises(TypeError, match="buffer hook 3 must be callable"):
-            model.register_buffer_comm_hook(None, 3)
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_bad_arguments_are_named(group) -> None:
+    with pytest.raises(ConfigurationError, match=r"broadcast_buffers='never': expected 'auto', True"):
+        BucketedDDP(Norms(), process_group=group, broadcast_buffers="never")
+    model = BucketedDDP(Norms(), process_group=group)
+    with pytest.raises(ConfigurationError, match=r"location='later': expected 'before_forward' or"):
+        model.register_buffer_comm_hook(None, print, location="later")
+    with pytest.raises(TypeError, match="buffer hook 3 must be callable"):
+        model.register_buffer_comm_hook(None, 3)

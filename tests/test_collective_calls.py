@@ -16,7 +16,7 @@ from types import FunctionType
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_threads, store_elsewhere, toy_backend
+from harness import on_ranks, run_ranks, run_threads, store_elsewhere, toy_backend
 from harness.toy_backend import ToyGroup
 from test_collectives import CPU, KINDS, group_of, on_threads
 
@@ -414,16 +414,14 @@ REFUSED = {
 }
 
 
-def test_what_cannot_work_is_refused_before_anything_is_sent() -> None:
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        if rank == 0:  # alone: a call that communicated would hang, and the sum below be another one
-            for message, call in REFUSED.items():
-                with pytest.raises(ConfigurationError, match=message):
-                    call(group)
-        return comm.all_reduce(group, torch.ones(1)).item()
-
-    assert run_threads(rank_main, 2) == [2.0, 2.0]
+@on_ranks(2)
+def test_what_cannot_work_is_refused_before_anything_is_sent(rank, process_group) -> None:
+    group = Group(process_group)
+    if rank == 0:  # alone: a call that communicated would hang, and the sum below be another one
+        for message, call in REFUSED.items():
+            with pytest.raises(ConfigurationError, match=message):
+                call(group)
+    assert comm.all_reduce(group, torch.ones(1)).item() == 2.0
 
 
 # ---------------------------------------------------------------------- labels and spans

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_as_torch, grads_of, state_of
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -180,18 +180,14 @@ def test_all_or_a_part_of_the_parameters_may_be_replaced_for_a_forward() -> None
         assert not torch.equal(mine, other)
 
 
-def test_a_parameter_that_is_replaced_for_good_is_named() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group)
-        model(x_of(rank)).sum().backward()
-        model.module.two.weight = nn.Parameter(torch.zeros(8, 8))
-        loss = model(x_of(rank)).sum()
-        with pytest.raises(
-            UnsuitableModuleError, match=r"replaced after the module was wrapped.*two\.weight"
-        ):
-            loss.backward()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_parameter_that_is_replaced_for_good_is_named(rank, group) -> None:
+    model = BucketedDDP(net(), process_group=group)
+    model(x_of(rank)).sum().backward()
+    model.module.two.weight = nn.Parameter(torch.zeros(8, 8))
+    loss = model(x_of(rank)).sum()
+    with pytest.raises(UnsuitableModuleError, match=r"replaced after the module was wrapped.*two\.weight"):
+        loss.backward()
 
 
 def moved(rank, world_size, wrap):
@@ -259,21 +255,21 @@ class Reentrant(nn.Module):
     ],
     ids=["more", "fewer"],
 )
-def test_a_static_graph_that_changed_is_refused_again_at_the_next_forward(num_calls, kind, message) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Reentrant(), process_group=group, static_graph=True)
+@on_ranks(2)
+def test_a_static_graph_that_changed_is_refused_again_at_the_next_forward(
+    rank, group, num_calls, kind, message
+) -> None:
+    model = BucketedDDP(Reentrant(), process_group=group, static_graph=True)
+    for _ in range(2):
+        model(x_of(rank)).backward()
+    model.module.num_calls = num_calls
+    loss = model(x_of(rank))
+    with pytest.raises(kind, match=message):
+        loss.backward()
+    if num_calls == 3:
         for _ in range(2):
-            model(x_of(rank)).backward()
-        model.module.num_calls = num_calls
-        loss = model(x_of(rank))
-        with pytest.raises(kind, match=message):
-            loss.backward()
-        if num_calls == 3:
-            for _ in range(2):
-                with pytest.raises(BackwardOrderError, match=r"(?s)Expected to have finished.*" + message):
-                    model(x_of(rank))
-
-    run_threads(rank_main, 2)
+            with pytest.raises(BackwardOrderError, match=r"(?s)Expected to have finished.*" + message):
+                model(x_of(rank))
 
 
 # ---------------------------------------------------------------- the search for outputs

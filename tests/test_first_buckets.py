@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run_threads
+from harness import on_ranks
 from torch import nn
 
 from lightning_ddp.comm.group import Group
@@ -53,11 +53,9 @@ def default_options(**changed) -> ReducerOptions:
     ],
     ids=["several hosts", "one host", "a cap by the user", "caps by the user"],
 )
-def test_buckets_between_hosts_start_small_by_default(by_host, options, expected) -> None:
-    def rank_main(rank, _world_size, group):
-        return sizes_kib(group, rank, by_host, options)
-
-    assert run_threads(rank_main, 2) == [expected] * 2
+@on_ranks(2)
+def test_buckets_between_hosts_start_small_by_default(rank, group, by_host, options, expected) -> None:
+    assert sizes_kib(group, rank, by_host, options) == expected
 
 
 @pytest.mark.parametrize(

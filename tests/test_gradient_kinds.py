@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_all_as_torch, grads_of, state_of
-from harness import run_threads
+from harness import on_ranks
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -115,23 +115,23 @@ class TwoTables(nn.Module):
         return sum(getattr(self, name)(torch.tensor([row])).sum() * 2 for name in use.split())
 
 
-def test_a_sparse_parameter_that_one_rank_alone_used() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
-        seen = []
-        for uses in (("left right", "left"), ("left", "left"), ("left", "left right")):
-            model.zero_grad()
-            model(rank, uses[rank]).backward()
-            grads = [model.module.left.weight.grad, model.module.right.weight.grad]
-            seen.append([None if g is None else g.to_dense().flatten().tolist() for g in grads])
-        return seen
+@on_ranks(2)
+def test_a_sparse_parameter_that_one_rank_alone_used(rank, group) -> None:
 
     left = [1.0, 1.0, 0.0, 0.0]
     expected = [[left, [1.0, 0.0, 0.0, 0.0]], [left, None], [left, [0.0, 1.0, 0.0, 0.0]]]
-    assert run_threads(rank_main, 2) == [expected] * 2
+    model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
+    seen = []
+    for uses in (("left right", "left"), ("left", "left"), ("left", "left right")):
+        model.zero_grad()
+        model(rank, uses[rank]).backward()
+        grads = [model.module.left.weight.grad, model.module.right.weight.grad]
+        seen.append([None if g is None else g.to_dense().flatten().tolist() for g in grads])
+    assert seen == expected
 
 
-def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank() -> None:
+@on_ranks(2)
+def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank(group) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,12 +140,9 @@ def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank() -> None
         def forward(self, tokens: Tensor) -> Tensor:
             return (self.rows(tokens) @ self.rows.weight.t()).sum()
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Tied(), process_group=group)
-        with pytest.raises(BackwardOrderError, match=r"'rows\.weight' has a dense gradient.*sparse=True"):
-            model(torch.tensor([[1, 2]])).backward()
-
-    run_threads(rank_main, 2)
+    model = BucketedDDP(Tied(), process_group=group)
+    with pytest.raises(BackwardOrderError, match=r"'rows\.weight' has a dense gradient.*sparse=True"):
+        model(torch.tensor([[1, 2]])).backward()
 
 
 # ---------------------------------------------------------------- complex, no elements, 16 bits

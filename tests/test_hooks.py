@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks, run_threads
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.comm.group import Group
@@ -471,7 +471,8 @@ def test_on_a_group_without_a_store_the_engine_and_a_hook_keep_one_order(tmp_pat
     assert_same_steps(answers, expected)
 
 
-def test_state_by_name_needs_names():
+@on_ranks(1)
+def test_state_by_name_needs_names(group):
     class Bucket:
         def parameters(self):
             return [torch.zeros(3)]
@@ -479,9 +480,6 @@ def test_state_by_name_needs_names():
         def buffer(self):
             return torch.zeros(3)
 
-    def rank_main(rank, world_size, group):
-        hook = build_hook("sign", Group(group))
-        with pytest.raises(ConfigurationError, match=r"keeps its state by parameter name.*has no `names`"):
-            hook(None, Bucket())
-
-    run_threads(rank_main, 1)
+    hook = build_hook("sign", Group(group))
+    with pytest.raises(ConfigurationError, match=r"keeps its state by parameter name.*has no `names`"):
+        hook(None, Bucket())

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -221,11 +221,10 @@ def test_forwards_without_gradients_change_nothing_while_others_have_run_out(cou
 # ---------------------------------------------------------------- errors
 
 
-def test_join_needs_a_default_process_group() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Plain(), process_group=group)
-        with pytest.raises(ConfigurationError, match=r"join\(\) needs .*init_process_group"):
-            model.join()
+@on_ranks(2)
+def test_join_needs_a_default_process_group(group) -> None:
 
     assert not dist.is_initialized()
-    run_threads(rank_main, 2)
+    model = BucketedDDP(Plain(), process_group=group)
+    with pytest.raises(ConfigurationError, match=r"join\(\) needs .*init_process_group"):
+        model.join()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_threads
+from harness import on_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -143,7 +143,8 @@ def test_a_forward_without_a_backward_leaves_full_precision_behind() -> None:
             assert torch.equal(grad, expected)
 
 
-def test_inputs_in_containers_are_cast_and_integers_are_not() -> None:
+@on_ranks(2)
+def test_inputs_in_containers_are_cast_and_integers_are_not(rank, group) -> None:
     class Takes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -153,19 +154,14 @@ def test_inputs_in_containers_are_cast_and_integers_are_not() -> None:
             self.dtypes = [inputs["x"][0].dtype, inputs["x"][1].dtype, scale.dtype]
             return (inputs["x"][0] * self.weight * scale).sum()
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Takes(), process_group=group, mixed_precision=CONFIGS["all bf16"])
-        inputs = {"x": [torch.ones(2), torch.ones(2, dtype=torch.int64)], "name": "text"}
-        model(inputs, scale=torch.tensor(rank + 1.0)).backward()
-        return model.module.dtypes, model.module.weight.grad.tolist()
-
-    assert run_threads(rank_main, 2) == [([BF16, torch.int64, BF16], [1.5, 1.5])] * 2
+    model = BucketedDDP(Takes(), process_group=group, mixed_precision=CONFIGS["all bf16"])
+    inputs = {"x": [torch.ones(2), torch.ones(2, dtype=torch.int64)], "name": "text"}
+    model(inputs, scale=torch.tensor(rank + 1.0)).backward()
+    assert (model.module.dtypes, model.module.weight.grad.tolist()) == ([BF16, torch.int64, BF16], [1.5, 1.5])
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "buffer_dtype"])
-def test_a_dtype_that_is_no_floating_point_one_is_named(name) -> None:
-    def rank_main(rank, world_size, group):
-        with pytest.raises(ConfigurationError, match=rf"mixed_precision\.{name}=torch\.int32: expected a fl"):
-            BucketedDDP(net(), process_group=group, mixed_precision=_MixedPrecision(**{name: torch.int32}))
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_a_dtype_that_is_no_floating_point_one_is_named(group, name) -> None:
+    with pytest.raises(ConfigurationError, match=rf"mixed_precision\.{name}=torch\.int32: expected a fl"):
+        BucketedDDP(net(), process_group=group, mixed_precision=_MixedPrecision(**{name: torch.int32}))

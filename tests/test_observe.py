@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from harness import run_threads
+from harness import on_ranks, run_threads
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import nn
 
@@ -189,21 +189,19 @@ def test_steps_that_nobody_records_cost_no_look_at_a_bucket() -> None:
     assert counts[1] > 1, "one for each bucket of a step that is recorded"
 
 
-def test_a_second_call_begins_to_record_anew() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> None:
-        model = BucketedDDP(layers(), process_group=process_group)
-        with pytest.raises(ConfigurationError, match="num_steps=0: expected a number of steps from 1"):
-            model.record_steps(0)
-        recorder = model.record_steps()
-        for num_steps, kept in ((2, [1, 2]), (5, [4, 5, 6])):
+@on_ranks(1)
+def test_a_second_call_begins_to_record_anew(process_group) -> None:
+    model = BucketedDDP(layers(), process_group=process_group)
+    with pytest.raises(ConfigurationError, match="num_steps=0: expected a number of steps from 1"):
+        model.record_steps(0)
+    recorder = model.record_steps()
+    for num_steps, kept in ((2, [1, 2]), (5, [4, 5, 6])):
+        model(torch.ones(2, 8)).sum().backward()
+        assert model.record_steps(num_steps) is recorder
+        assert not recorder.records
+        for _ in range(len(kept)):
             model(torch.ones(2, 8)).sum().backward()
-            assert model.record_steps(num_steps) is recorder
-            assert not recorder.records
-            for _ in range(len(kept)):
-                model(torch.ones(2, 8)).sum().backward()
-            assert [record.step for record in recorder.records] == kept
-
-    run_threads(rank_main, 1)
+        assert [record.step for record in recorder.records] == kept
 
 
 # ---------------------------------------------------------------------- the callback

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from harness import run_threads
+from harness import on_ranks, run_threads
 from models import batch, build
 from torch import Tensor, nn
 
@@ -641,16 +641,12 @@ def test_several_devices_in_several_processes_give_the_gradients_of_the_whole_ba
             assert_same(grads, wanted)
 
 
-def test_the_hybrid_finds_parameters_that_no_replica_uses() -> None:
-    def rank_main(rank, world_size, process_group):
-        module = Choosy()
-        wrapped = BucketedDDP(
-            DataParallel(module, TWO), process_group=process_group, find_unused_parameters=True
-        )
-        wrapped(torch.full((2,), rank + 1.0)).sum().backward()
-        return module.positive.weight.grad.item(), module.unused.weight.grad
-
-    assert run_threads(rank_main, 2) == [(3.0, None)] * 2
+@on_ranks(2)
+def test_the_hybrid_finds_parameters_that_no_replica_uses(rank, process_group) -> None:
+    module = Choosy()
+    wrapped = BucketedDDP(DataParallel(module, TWO), process_group=process_group, find_unused_parameters=True)
+    wrapped(torch.full((2,), rank + 1.0)).sum().backward()
+    assert (module.positive.weight.grad.item(), module.unused.weight.grad) == (3.0, None)
 
 
 # ------------------------------------------------------------------ GPU

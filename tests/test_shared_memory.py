@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import host_with, run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
+from harness import host_with, on_ranks, run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -142,24 +142,20 @@ def test_parts_of_a_tensor_and_ranks_with_nothing_to_add() -> None:
     ]
 
 
-def test_a_tensor_that_lies_elsewhere_is_refused() -> None:
-    def rank_main(_rank, _, group):
-        memory, _ = connected(group, [(4, torch.float32)])
-        with pytest.raises(ValueError, match="not in shared memory"):
-            memory.all_reduce(torch.zeros(4))
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_tensor_that_lies_elsewhere_is_refused(group) -> None:
+    memory, _ = connected(group, [(4, torch.float32)])
+    with pytest.raises(ValueError, match="not in shared memory"):
+        memory.all_reduce(torch.zeros(4))
 
 
-def test_ranks_that_reduce_different_tensors_are_told_so() -> None:
-    def rank_main(rank, _, group):
-        memory, tensors = connected(group, [(4, torch.float32), (5, torch.float64)])
-        with pytest.raises(RuntimeError, match=r"rank 0 has 4 elements of torch\.float32 and rank 1 has 5"):
-            memory.all_reduce(tensors[rank])
-        with pytest.raises(RuntimeError, match="the ranks reduce different tensors"):
-            memory.all_reduce(tensors[0])  # the ranks no longer agree on anything
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_ranks_that_reduce_different_tensors_are_told_so(rank, group) -> None:
+    memory, tensors = connected(group, [(4, torch.float32), (5, torch.float64)])
+    with pytest.raises(RuntimeError, match=r"rank 0 has 4 elements of torch\.float32 and rank 1 has 5"):
+        memory.all_reduce(tensors[rank])
+    with pytest.raises(RuntimeError, match="the ranks reduce different tensors"):
+        memory.all_reduce(tensors[0])  # the ranks no longer agree on anything
 
 
 def test_what_the_interrupt_holds_ends_a_wait() -> None:
@@ -238,23 +234,21 @@ def test_a_reduction_that_is_closed_waits_no_longer_for_ranks_that_do_not_come()
     run_threads(rank_main, 2)
 
 
-def test_a_channel_s_jobs_share_memory_and_count_as_others_do() -> None:
-    def rank_main(rank, _, group):
-        answers = []
-        for transport in (SHARED, GLOO):
-            channel = Channel(Group(group, transport=transport), CPU)
-            large = values(rank, 600_001, torch.float32)  # more than a piece
-            lent = channel.empties(2, 1000, torch.float64)
-            found = [channel.wait(channel.submit(partial(channel.all_reduce, large)))]
-            for index, tensor in enumerate(lent):
-                tensor.fill_(rank + index)
-                found.append(channel.wait(channel.submit(partial(channel.all_reduce, tensor))).clone())
-            answers.append((found, channel.num_bytes_sent))
-        (shared, num_shared), (sent, num_sent) = answers
-        assert all(map(torch.equal, shared, sent))
-        assert num_shared == num_sent
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_channel_s_jobs_share_memory_and_count_as_others_do(rank, group) -> None:
+    answers = []
+    for transport in (SHARED, GLOO):
+        channel = Channel(Group(group, transport=transport), CPU)
+        large = values(rank, 600_001, torch.float32)  # more than a piece
+        lent = channel.empties(2, 1000, torch.float64)
+        found = [channel.wait(channel.submit(partial(channel.all_reduce, large)))]
+        for index, tensor in enumerate(lent):
+            tensor.fill_(rank + index)
+            found.append(channel.wait(channel.submit(partial(channel.all_reduce, tensor))).clone())
+        answers.append((found, channel.num_bytes_sent))
+    (shared, num_shared), (sent, num_sent) = answers
+    assert all(map(torch.equal, shared, sent))
+    assert num_shared == num_sent
 
 
 # ---------------------------------------------------------------- hooks and averagers
@@ -294,12 +288,10 @@ def with_averager(rank, group, spec, process_group) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_hooks_and_averagers_give_the_same_over_either_transport(train, spec) -> None:
-    def rank_main(rank, _, process_group):
-        groups = [Group(process_group, transport=transport) for transport in (SHARED, GLOO)]
-        assert all(map(torch.equal, *(train(rank, group, spec, process_group) for group in groups)))
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_hooks_and_averagers_give_the_same_over_either_transport(rank, process_group, train, spec) -> None:
+    groups = [Group(process_group, transport=transport) for transport in (SHARED, GLOO)]
+    assert all(map(torch.equal, *(train(rank, group, spec, process_group) for group in groups)))
 
 
 # ---------------------------------------------------------------- processes

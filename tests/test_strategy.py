@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_script, run_threads
+from harness import on_ranks, run_ranks, run_script, run_threads
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
@@ -99,13 +99,11 @@ def test_before_the_launch_collectives_do_nothing() -> None:
         strategy._setup_model(torch.nn.Linear(1, 1))
 
 
-def test_sync_batchnorm_on_the_cpu_is_refused_with_the_layer() -> None:
-    def rank_main(rank, world_size, group):
-        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
-        with pytest.raises(ConfigurationError, match=r"SyncBatchNorm layers only work with GPU modules.*'1'"):
-            BucketedDDP(module, process_group=group)
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_sync_batchnorm_on_the_cpu_is_refused_with_the_layer(group) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    with pytest.raises(ConfigurationError, match=r"SyncBatchNorm layers only work with GPU modules.*'1'"):
+        BucketedDDP(module, process_group=group)
 
 
 def manual_gradients(rank, world_size, keeps):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks
 from models import Branches, grads_by_branch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -69,33 +69,31 @@ def input_of(rank: int) -> torch.Tensor:
         "a static graph is learned once",
     ],
 )
-def test_gradients_of_what_some_ranks_use(options, steps, view, bucket_cap_mb) -> None:
+@on_ranks(2)
+def test_gradients_of_what_some_ranks_use(rank, group, options, steps, view, bucket_cap_mb) -> None:
     """Of each step what ranks 0 and 1 do, and the gradients of a, b, c.
 
     What a rank does: the branches that it uses; behind `!` those that are used, but switched off. A `+` in
     front: gradients add up to those before; a `-`: and they stay on their rank.
     """
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            MaybeNothing(),
-            process_group=group,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=view,
-            **options,
-        )
-        for step in steps:
-            used, _, switched_off = step[rank].lstrip("+-").partition("!")
-            for name in ALL:
-                getattr(model.module, name).requires_grad_(name not in switched_off)
-            if step[rank][:1] != "+":
-                model.zero_grad()
-            x = input_of(rank).requires_grad_()
-            with model.no_sync() if step[rank][:1] == "-" else nullcontext():
-                model(x, used + switched_off).backward()
-            assert step[2] in (None, grads_by_branch(model)), step
-
-    run_threads(rank_main, 2)
+    model = BucketedDDP(
+        MaybeNothing(),
+        process_group=group,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=view,
+        **options,
+    )
+    for step in steps:
+        used, _, switched_off = step[rank].lstrip("+-").partition("!")
+        for name in ALL:
+            getattr(model.module, name).requires_grad_(name not in switched_off)
+        if step[rank][:1] != "+":
+            model.zero_grad()
+        x = input_of(rank).requires_grad_()
+        with model.no_sync() if step[rank][:1] == "-" else nullcontext():
+            model(x, used + switched_off).backward()
+        assert step[2] in (None, grads_by_branch(model)), step
 
 
 # ---------------------------------------------------------------- static graphs
@@ -140,30 +138,26 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("width", [4, 300])  # below and above the size from which gradients are copied early
-def test_a_static_graph_works_with_activation_checkpointing(use_reentrant, width) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Checkpointed(use_reentrant, width), process_group=group, static_graph=True)
-        alone = Checkpointed(use_reentrant, width)
-        alone.load_state_dict(model.module.state_dict())
-        x = torch.randn(2, width, generator=torch.Generator().manual_seed(7))  # the same on both ranks
-        for _ in range(3):
-            model.zero_grad()
-            alone.zero_grad()
-            model(x).backward()
-            alone(x).backward()
-            for (name, mine), theirs in zip(model.module.named_parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_static_graph_works_with_activation_checkpointing(group, use_reentrant, width) -> None:
+    model = BucketedDDP(Checkpointed(use_reentrant, width), process_group=group, static_graph=True)
+    alone = Checkpointed(use_reentrant, width)
+    alone.load_state_dict(model.module.state_dict())
+    x = torch.randn(2, width, generator=torch.Generator().manual_seed(7))  # the same on both ranks
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        model(x).backward()
+        alone(x).backward()
+        for (name, mine), theirs in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
 
 
-def test_reentrant_checkpointing_without_a_static_graph_is_named() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Checkpointed(True), process_group=group)
-        with pytest.raises(BackwardOrderError, match=r"more than one gradient .* shared\.(weight|bias)"):
-            model(torch.ones(2, 4)).backward()
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_reentrant_checkpointing_without_a_static_graph_is_named(group) -> None:
+    model = BucketedDDP(Checkpointed(True), process_group=group)
+    with pytest.raises(BackwardOrderError, match=r"more than one gradient .* shared\.(weight|bias)"):
+        model(torch.ones(2, 4)).backward()
 
 
 # ---------------------------------------------------------------- the search

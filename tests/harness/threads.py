@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import socket
 import sys
 import threading
@@ -53,6 +55,31 @@ def run_threads_outcomes(
     """
     limit_s = min(timeout_s, LONGEST_COLLECTIVE_S)
     return _run(fn, world_size, args, timeout_s, limit_s, stop_on_failure=False)
+
+
+def on_ranks(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function that each of so many threads runs, as by `run_threads`.
+
+    The threads give it `rank`, `world_size`, and `group` or `process_group`, where it has such arguments.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        names = inspect.signature(fn).parameters
+        of_ranks = ("rank", "world_size", "group", "process_group")
+
+        def test(**arguments: Any) -> None:
+            def rank_main(*values: Any) -> None:
+                given = dict(zip(of_ranks, (*values, values[-1]), strict=True))
+                fn(**arguments, **{name: value for name, value in given.items() if name in names})
+
+            run_threads(rank_main, num_ranks)
+
+        functools.update_wrapper(test, fn)
+        own = [parameter for name, parameter in names.items() if name not in of_ranks]
+        test.__signature__ = inspect.Signature(own)  # which pytest reads
+        return test
+
+    return decorate
 
 
 def _run(
