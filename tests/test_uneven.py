@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.ddp.lockstep import Lockstep, Turn
-from lightning_ddp.errors import ConfigurationError, UnevenInputsError
+from lightning_ddp.errors import UnevenInputsError
 
 CPU = torch.device("cpu")
 
@@ -72,11 +72,6 @@ def test_a_rank_repeats_its_last_batch_until_all_have_run_out() -> None:
         [([5], both), ([6], alone), ([7], alone)],
     ]
     assert (first_asked, second_asked) == (4, 8), "a loader is asked once after its end"
-
-
-def test_one_rank_alone_sees_its_batches_once() -> None:
-    ((epochs, _),) = run_threads(walk_two_epochs, 1, [2])
-    assert [[batch for batch, _ in epoch] for epoch in epochs] == [[[1], [2]], [[4], [5]]]
 
 
 def test_a_batch_that_is_fetched_ahead_keeps_its_turn() -> None:
@@ -145,12 +140,6 @@ def test_a_loader_without_a_length_has_none(process_group) -> None:
         len(loader)
 
 
-@on_ranks(3)
-def test_a_length_on_some_ranks_only_is_an_error_on_all(rank, process_group) -> None:
-    with pytest.raises(ConfigurationError, match=r"no length on ranks \[1, 2\]"):
-        Lockstep(Group(process_group), CPU).wrap(Numbers(1) if rank else [1])
-
-
 def test_a_rank_without_a_batch_of_its_own_repeats_a_spare_one() -> None:
     def rank_main(rank, world_size, process_group):
         lockstep = Lockstep(Group(process_group), CPU)
@@ -158,16 +147,6 @@ def test_a_rank_without_a_batch_of_its_own_repeats_a_spare_one() -> None:
 
     found = [[(batch, turn.is_replay) for batch, turn in seen] for seen in run_threads(rank_main, 2)]
     assert found == [[([1], False), ([2], False)], [([7], True), ([7], True)]]
-
-
-@on_ranks(2)
-def test_a_second_loader_is_refused_until_the_first_is_iterated_over(process_group) -> None:
-    lockstep = Lockstep(Group(process_group), CPU)
-    loader = lockstep.wrap([1])
-    with pytest.raises(ConfigurationError, match="supports one training dataloader"):
-        lockstep.wrap([1])
-    iter(loader)
-    lockstep.wrap([1])
 
 
 @pytest.mark.parametrize(
@@ -373,14 +352,3 @@ def test_a_step_leaves_the_module_as_it_was_only_if_it_is_a_replay(process_group
     module.counted += 5  # as a part of the forward that runs again in backward
     lockstep.restore()
     assert (inside, module.counted.tolist()) == expected
-
-
-def test_a_snapshot_is_restored_between_forward_and_backward() -> None:
-    module = nn.BatchNorm1d(2)
-    inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    snapshot = ModuleSnapshot(module)
-    output = module(inputs).square().sum()
-    snapshot.restore()
-    output.backward()
-    assert inputs.grad is not None
-    assert module.num_batches_tracked == 0
