@@ -68,12 +68,6 @@ def test_plan_holds_every_parameter_once_within_caps(specs, seed, caps) -> None:
         assert places == sorted(places)
 
 
-def test_a_parameter_above_the_cap_has_a_bucket_of_its_own() -> None:
-    specs = [ParameterSpec.of(str(i), torch.empty(n)) for i, n in enumerate([10, 1000, 10])]
-    plan = plan_buckets(specs, [0, 1, 2], caps_bytes=[100])
-    assert [bucket.indices for bucket in plan] == [(0,), (1,), (2,)]
-
-
 def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
     dense = torch.nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
     expanded = torch.nn.Parameter(torch.empty(6)[::2])
@@ -102,19 +96,6 @@ def test_buckets_start_at_multiples_of_512_bytes_of_one_memory_in_every_plan(dty
             bucket.flat.fill_(index)
         for index, bucket in enumerate(made.buckets):
             assert bucket.flat.eq(index).all(), "they must not overlap"
-
-
-def test_a_hook_may_replace_the_buffer() -> None:
-    params = [torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))]
-    specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(params)]
-    (plan,) = plan_buckets(specs, [0, 1], caps_bytes=[10**6])
-    bucket = Bucket(0, plan, torch.zeros(plan.numel), params, ["0", "1"], is_last=True)
-    base = torch.arange(10.0)
-    bucket.set_buffer(base[3:])
-    assert bucket.buffer().tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
-    assert [g.flatten().tolist() for g in bucket.gradients()] == [[3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
-    bucket.arm(2, [])
-    assert bucket.buffer() is bucket.flat
 
 
 def test_doctests() -> None:

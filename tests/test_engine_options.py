@@ -300,11 +300,9 @@ torch.utils._pytree.register_pytree_node(
 )
 
 NESTINGS = {
-    "dataclass": lambda loss: Outputs(loss, {"text": "x"}),
-    "dataclass deep": lambda loss: [Outputs(torch.zeros(()), {"k": (loss, None)})],
+    "dataclass": lambda loss: [Outputs(torch.zeros(()), {"k": (loss, None)})],
     "namedtuple": lambda loss: Pair("x", {"k": [loss]}),
-    "pytree": lambda loss: Registered(loss, 3),
-    "pytree deep": lambda loss: {"k": Registered(torch.zeros(()), Pair(loss, Outputs(loss, {})))},
+    "pytree": lambda loss: {"k": Registered(torch.zeros(()), Pair(loss, Outputs(loss, {})))},
 }
 
 

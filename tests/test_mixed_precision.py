@@ -86,6 +86,10 @@ def test_gradients_are_the_mean_of_low_precision_ones_in_full_precision(name, bu
             gradient_as_bucket_view=view,
         )
         full = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            assert model(x_of(rank)).dtype == (config.param_dtype or F32), "also without a backward"
+        assert [p.dtype for p in model.parameters()] == [F32] * 4
+        assert all(map(torch.equal, full, model.parameters()))
         seen = []
         for step in range(3):
             model.zero_grad()
@@ -94,7 +98,7 @@ def test_gradients_are_the_mean_of_low_precision_ones_in_full_precision(name, bu
             assert output.dtype == (config.param_dtype or F32)
             output.square().sum().backward()
             assert [p.dtype for p in model.parameters()] == [F32] * 4
-            assert all(torch.equal(a, b) for a, b in zip(full, model.parameters(), strict=True))
+            assert all(map(torch.equal, full, model.parameters()))
             seen.append([p.grad.clone() for p in model.parameters()])
         return seen
 
@@ -124,23 +128,6 @@ def test_gradients_accumulate_over_no_sync() -> None:
         for grad, wanted in zip(found, expected, strict=True):
             # three gradients are added in bfloat16 (8 bits): each addition rounds by at most 2**-8
             torch.testing.assert_close(grad, wanted, rtol=2**-7, atol=largest * 2**-7)
-
-
-def test_a_forward_without_a_backward_leaves_full_precision_behind() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group, mixed_precision=CONFIGS["all bf16"])
-        before = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            output = model(x_of(rank))
-        assert output.dtype == BF16
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        assert [p.dtype for p in model.parameters()] == [F32] * 4
-        model(x_of(rank)).square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    for found in run_threads(rank_main, 2):
-        for grad, expected in zip(found, mean_of(CONFIGS["all bf16"], 0), strict=True):
-            assert torch.equal(grad, expected)
 
 
 @on_ranks(2)

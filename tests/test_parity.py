@@ -70,16 +70,11 @@ class Recipe:
     """Makes a state and a communication hook of torch."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a training run left: gradients by step and name, parameters and buffers at the end."""
+def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) -> list[dict[str, Tensor]]:
+    """The gradients of `NUM_STEPS` steps, then parameters and buffers at the end.
 
-    grads: list[dict[str, Tensor]]
-    state: dict[str, Tensor]
-
-
-def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) -> Run:
-    """Trains for `NUM_STEPS` from weights that differ by rank, so that rank 0's must be broadcast."""
+    The weights differ by rank at first, so that rank 0's must be broadcast.
+    """
     module = build(name, seed=INITIAL_SEED + rank)
     if recipe.dtype != torch.float32:
         module = module.to(recipe.dtype)
@@ -113,7 +108,7 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
     with torch.no_grad():
         model(inputs.to(recipe.dtype) if inputs.is_floating_point() else inputs)
     state |= {f"evaluated {n}": t.clone() for n, t in buffers.items()}
-    return Run(grads=grads, state=state)
+    return [*grads, state]
 
 
 def backward(model: nn.Module, name: str, recipe: Recipe, rank: int, step: int, micro_batch: int) -> None:
@@ -130,12 +125,13 @@ def backward(model: nn.Module, name: str, recipe: Recipe, rank: int, step: int, 
         loss.backward(retain_graph=i < recipe.num_backwards - 1)
 
 
-def compare(ours: Run, theirs: Run, world_size: int) -> list[str]:
+def compare(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]], world_size: int) -> list[str]:
     """Where two runs differ: empty if nowhere."""
     differences = []
-    for step, (our_grads, their_grads) in enumerate(zip(ours.grads, theirs.grads, strict=True)):
-        differences += compare_tensors(f"step {step} gradient of", our_grads, their_grads, world_size)
-    return differences + compare_tensors("final", ours.state, theirs.state, world_size)
+    for step, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        what = f"step {step} gradient of" if step < NUM_STEPS else "final"
+        differences += compare_tensors(what, our, their, world_size)
+    return differences
 
 
 def compare_tensors(
@@ -185,8 +181,8 @@ def compare_transports(name: str, recipe: Recipe, rank: int, world_size: int) ->
         if recipe.num_forwards > 1 and "modified by an inplace operation" in str(error):
             return None  # older torch: the second forward broadcasts buffers that the first has saved
         raise
-    assert len(theirs.grads) == NUM_STEPS
-    assert theirs.grads[0], "the reference has no gradients"
+    assert len(theirs) == NUM_STEPS + 1
+    assert theirs[0], "the reference has no gradients"
     differences = []
     for label, (transport, num_processors) in TRANSPORTS.items():
         with host_with(num_processors):

@@ -9,6 +9,7 @@ import traceback
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -301,19 +302,11 @@ def test_scatter_reaches_nested_containers_keeps_their_kinds_and_repeats_the_res
     pieces = scatter(inputs, TWO)
     assert len(pieces) == 2
     for i, (listed, pair, ordered, default, maximum) in enumerate(pieces):
-        half = [2 * i, 2 * i + 1]
-        assert listed[0].tolist() == half
-        assert type(pair) is Pair
-        assert pair.first.tolist() == half
-        assert pair.second is marker
-        assert type(ordered) is OrderedDict
-        assert list(ordered) == ["b", "a"]
-        assert ordered["b"].tolist() == half
-        assert ordered["a"] == "text"
-        assert default["k"].tolist() == half
+        tensors = (listed[0], pair.first, ordered["b"], default["k"], maximum.values)
+        assert [tensor.tolist() for tensor in tensors] == [[2 * i, 2 * i + 1]] * 5
+        assert [type(x) for x in (pair, ordered, maximum)] == [Pair, OrderedDict, torch.return_types.max]
+        assert (pair.second, list(ordered), ordered["a"]) == (marker, ["b", "a"], "text")
         assert default["other"] == 0
-        assert type(maximum) is torch.return_types.max
-        assert maximum.values.tolist() == half
     assert inputs[3].keys() == {"k"}
 
 
@@ -460,14 +453,16 @@ def test_the_threads_take_on_the_callers_settings_and_the_caller_keeps_them(num_
     def seen() -> list[object]:
         return parallel_apply([state] * num_replicas, [()] * num_replicas, devices=["cpu"] * num_replicas)
 
-    assert seen() == [(True, False, False, None, True)] * num_replicas
-    with torch.no_grad():
-        assert seen() == [(False, False, False, None, True)] * num_replicas
-    with torch.inference_mode():
-        assert seen() == [(False, True, False, None, True)] * num_replicas
-    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-        assert seen() == [(True, False, True, torch.float16, False)] * num_replicas
-        assert state() == (True, False, True, torch.float16, False)
+    half = torch.autocast("cpu", dtype=torch.float16, cache_enabled=False)
+    for context, expected in (
+        (nullcontext(), (True, False, False, None, True)),
+        (torch.no_grad(), (False, False, False, None, True)),
+        (torch.inference_mode(), (False, True, False, None, True)),
+        (half, (True, False, True, torch.float16, False)),
+    ):
+        with context:
+            assert seen() == [expected] * num_replicas
+            assert state() == expected
     assert state() == (True, False, False, None, True)
 
 
