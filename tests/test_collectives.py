@@ -127,11 +127,6 @@ def test_mean_of_integers_is_written_back_as_integers_as_lightning_does() -> Non
     assert on_threads(check, 2, "gloo") == [[1, 4]] * 2  # 1.5 and 4.5, truncated
 
 
-def test_unknown_reduce_op_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match="reduce_op='median': expected avg, max, mean"):
-        comm.reduce_op("median")
-
-
 class CountingGroup(Group):
     """Notes the bytes of each collective that it starts."""
 

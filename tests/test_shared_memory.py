@@ -50,9 +50,12 @@ SOON_S = 10.0  # a hundredth of it is usual; more would be somebody's time limit
 
 
 def connected(
-    group: Any, numels: Sequence[tuple[int, torch.dtype]], host: str | None = None
+    group: Any,
+    numels: Sequence[tuple[int, torch.dtype]],
+    host: str | None = None,
+    interrupt: Interrupt | None = None,
 ) -> tuple[SharedMemory, list[Tensor]]:
-    shared = Group(group, transport=SHARED)
+    shared = Group(group, interrupt, transport=SHARED)
     hosts = find_hosts(shared, CPU, host)
     assert hosts is not None
     memory = SharedMemory(shared, hosts)
@@ -163,10 +166,7 @@ def test_what_the_interrupt_holds_ends_a_wait() -> None:
 
     def rank_main(rank, _, group):
         interrupt = Interrupt()
-        shared = Group(group, interrupt, transport=SHARED)
-        memory = SharedMemory(shared, find_hosts(shared, CPU))
-        tensor = memory.zeros(4, torch.float32)
-        memory.connect()
+        memory, (tensor,) = connected(group, [(4, torch.float32)], interrupt=interrupt)
         if rank == 1:
             assert stop.wait(SOON_S)
             return 0.0
@@ -185,10 +185,7 @@ def test_a_deadline_knows_who_has_not_come() -> None:
 
     def rank_main(rank, _, group):
         interrupt, absent = Interrupt(), ()
-        shared = Group(group, interrupt, transport=SHARED)
-        memory = SharedMemory(shared, find_hosts(shared, CPU))
-        tensor = memory.zeros(4, torch.float32)
-        memory.connect()
+        memory, (tensor,) = connected(group, [(4, torch.float32)], interrupt=interrupt)
         if rank % 2 == 0:
             interrupt.supervisor = SimpleNamespace(
                 explain=lambda _: TimeoutError(interrupt.activity.absent), deadline_s=0.5, is_comparing=False
@@ -326,11 +323,8 @@ def gradients(transport: str, rank: int, case: str, options: dict[str, Any]) -> 
     for step in range(4):
         x = values(10 * step + rank, 16, torch.float32).view(2, 8)
         use = (step % 2,) if options.get("find_unused_parameters") else (0, 1)
-        model.zero_grad(set_to_none=case != "kept")
-        if case == "accumulated":
-            with model.no_sync():
-                model(x, use).backward()
-        model(x + 1, use).backward()
+        model.zero_grad()
+        model(x, use).backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     if case == "uneven":
         with model.join():
@@ -342,9 +336,6 @@ def gradients(transport: str, rank: int, case: str, options: dict[str, Any]) -> 
 
 
 CASES = {
-    "plain": {},
-    "kept": {},
-    "accumulated": {"gradient_as_bucket_view": False},
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
     "uneven": {},
