@@ -122,39 +122,28 @@ def case(
 ACTIVE_ONLY = {"divide_by_initial_world_size": False}
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [case(counts=counts) for counts in ((2, 5), (5, 2), (0, 3), (3, 0), (3, 3), (1, 2))],
-        [case(counts=counts, join_options=ACTIVE_ONLY) for counts in ((2, 5), (5, 2), (0, 3))],
-        [case(counts=(2, 4), options={"gradient_as_bucket_view": view}) for view in (True, False)],
-        [case("normed", counts) for counts in ((2, 5), (5, 2))],
-        [case("normed", counts, {"forward_sync_buffers": False}) for counts in ((2, 5), (5, 2))],
-        [case("counting", counts) for counts in ((2, 5), (5, 2))],
-        [case("branches", counts, {"find_unused_parameters": True}) for counts in ((2, 5), (5, 2))],
-        [case(counts=counts, options={"static_graph": True}) for counts in ((2, 5), (5, 2))],
-        [case(counts=counts, program="hook") for counts in ((2, 5), (5, 2))],
-        [case(counts=counts, program="no_sync") for counts in ((3, 6), (6, 3), (3, 9))],
-        [case("normed", (2, 4), program="twice"), case(counts=(1, 4), program="twice")],
-        [case(counts=(2, 4), program="more"), case("normed", (4, 2), program="more")],
-        [case(counts=(3, 3), join_options={"enable": False}, program="more")],
+CASES = {
+    "counts": [case(counts=counts) for counts in ((2, 5), (5, 2), (0, 3), (3, 0), (3, 3), (1, 2))],
+    "divides by the active ranks": [
+        case(counts=counts, join_options=ACTIVE_ONLY) for counts in ((2, 5), (5, 2), (0, 3))
     ],
-    ids=[
-        "counts",
-        "divides by the active ranks",
-        "view or not",
-        "batch norm",
-        "batch norm, buffers not synchronised",
-        "buffer",
-        "unused",
-        "static graph",
-        "comm hook",
-        "no_sync",
-        "a second join",
-        "training goes on",
-        "not enabled",
+    "view or not": [case(counts=(2, 4), options={"gradient_as_bucket_view": view}) for view in (True, False)],
+    "batch norm": [case("normed", counts) for counts in ((2, 5), (5, 2))],
+    "batch norm, buffers not synchronised": [
+        case("normed", counts, {"forward_sync_buffers": False}) for counts in ((2, 5), (5, 2))
     ],
-)
+    "buffer": [case("counting", counts) for counts in ((2, 5), (5, 2))],
+    "unused": [case("branches", counts, {"find_unused_parameters": True}) for counts in ((2, 5), (5, 2))],
+    "static graph": [case(counts=counts, options={"static_graph": True}) for counts in ((2, 5), (5, 2))],
+    "comm hook": [case(counts=counts, program="hook") for counts in ((2, 5), (5, 2))],
+    "no_sync": [case(counts=counts, program="no_sync") for counts in ((3, 6), (6, 3), (3, 9))],
+    "a second join": [case("normed", (2, 4), program="twice"), case(counts=(1, 4), program="twice")],
+    "training goes on": [case(counts=(2, 4), program="more"), case("normed", (4, 2), program="more")],
+    "not enabled": [case(counts=(3, 3), join_options={"enable": False}, program="more")],
+}
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 def test_uneven_inputs_give_torchs_gradients_and_its_final_model(cases) -> None:
     for (_, counts, *_), by_rank in zip(cases, assert_all_as_torch(joined_training, 2, cases), strict=True):
         assert len(by_rank[0]) + len(by_rank[1]) > 2, counts

@@ -30,45 +30,42 @@ def input_of(rank: int) -> torch.Tensor:
     return torch.full((1, 3), float(rank + 1))
 
 
+WAYS = {
+    "unused everywhere stays untouched, used somewhere is averaged": (
+        FINDS,
+        [
+            ("abc", "abc", [1.5, 1.5, 1.5]),
+            ("ab", "ab", [1.5, 1.5, None]),
+            ("a", "b", [0.5, 1.0, None]),
+            ("c", "abc", [1.0, 1.0, 1.5]),
+            ("abc", "abc", [1.5, 1.5, 1.5]),
+        ],
+    ),
+    "what nobody used keeps its value": (
+        FINDS,
+        [("abc", "abc", [1.5, 1.5, 1.5]), ("+ab", "+ab", [3.0, 3.0, 1.5])],
+    ),
+    "use inside no_sync counts": (FINDS, [("-ac", "-ac", None), ("+ab", "+ab", [3.0, 1.5, 1.5])]),
+    "a rank that uses nothing holds up nobody": (FINDS, [("", "a", [1.0, None, None])]),
+    "switched off by hand, as in Lightning's toggle_optimizer, needs no search": (
+        {},
+        [
+            ("a!bc", "a!bc", [1.5, None, None]),
+            ("bc!a", "bc!a", [None, 1.5, 1.5]),
+            ("abc", "abc", [1.5, 1.5, 1.5]),
+        ],
+    ),
+    "switched off keeps its value": (
+        {},
+        [("abc", "abc", [1.5, 1.5, 1.5]), ("+ab!c", "+ab!c", [3.0, 3.0, 1.5])],
+    ),
+    "a static graph is learned once": ({"static_graph": True}, [("ab", "a", [1.5, 0.5, None])] * 4),
+}
+
+
 @pytest.mark.parametrize("bucket_cap_mb", [None, 1e-6])
 @pytest.mark.parametrize("view", [True, False])
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        (
-            FINDS,
-            [
-                ("abc", "abc", [1.5, 1.5, 1.5]),
-                ("ab", "ab", [1.5, 1.5, None]),
-                ("a", "b", [0.5, 1.0, None]),
-                ("c", "abc", [1.0, 1.0, 1.5]),
-                ("abc", "abc", [1.5, 1.5, 1.5]),
-            ],
-        ),
-        (FINDS, [("abc", "abc", [1.5, 1.5, 1.5]), ("+ab", "+ab", [3.0, 3.0, 1.5])]),
-        (FINDS, [("-ac", "-ac", None), ("+ab", "+ab", [3.0, 1.5, 1.5])]),
-        (FINDS, [("", "a", [1.0, None, None])]),
-        (
-            {},
-            [
-                ("a!bc", "a!bc", [1.5, None, None]),
-                ("bc!a", "bc!a", [None, 1.5, 1.5]),
-                ("abc", "abc", [1.5, 1.5, 1.5]),
-            ],
-        ),
-        ({}, [("abc", "abc", [1.5, 1.5, 1.5]), ("+ab!c", "+ab!c", [3.0, 3.0, 1.5])]),
-        ({"static_graph": True}, [("ab", "a", [1.5, 0.5, None])] * 4),
-    ],
-    ids=[
-        "unused everywhere stays untouched, used somewhere is averaged",
-        "what nobody used keeps its value",
-        "use inside no_sync counts",
-        "a rank that uses nothing holds up nobody",
-        "switched off by hand, as in Lightning's toggle_optimizer, needs no search",
-        "switched off keeps its value",
-        "a static graph is learned once",
-    ],
-)
+@pytest.mark.parametrize(("options", "steps"), WAYS.values(), ids=WAYS)
 @on_ranks(2)
 def test_gradients_of_what_some_ranks_use(rank, group, options, steps, view, bucket_cap_mb) -> None:
     """Of each step what ranks 0 and 1 do, and the gradients of a, b, c.
