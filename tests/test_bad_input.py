@@ -103,61 +103,55 @@ def test_a_search_that_finds_no_tensor_does_not_lose_gradients_in_silence(answer
 # ---------------------------------------------------------------- communication hooks
 
 
-def raises(state: Any, bucket: Any) -> Any:
+def raises(bucket: Any) -> Any:
     raise ZeroDivisionError("no norm")
-
-
-def returns_nothing(state: Any, bucket: Any) -> Any:
-    return None
-
-
-def returns_the_tensor(state: Any, bucket: Any) -> Any:
-    return bucket.buffer()
 
 
 def done(value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
+    (future.set_exception if isinstance(value, Exception) else future.set_result)(value)
     return future
 
 
-def gives_a_short_tensor(state: Any, bucket: Any) -> Any:
-    return done(bucket.buffer()[:1])
+HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "raises": (raises, r"'raises' raised ZeroDivisionError: no norm"),
+    "returns_nothing": (
+        lambda bucket: None,
+        r"'returns_nothing' returned NoneType: callback must return a torch\.futures\.Future",
+    ),
+    "returns_the_tensor": (
+        lambda bucket: bucket.buffer(),
+        r"'returns_the_tensor' returned (Tensor|Parameter).*make one of the flat gradient",
+    ),
+    "gives_a_short_tensor": (
+        lambda bucket: done(bucket.buffer()[:1]),
+        r"'gives_a_short_tensor' gave shape \[1\].*expected \[2\] of torch\.float32",
+    ),
+    "gives_another_dtype": (
+        lambda bucket: done(bucket.buffer().double()),
+        r"'gives_another_dtype' gave shape \[2\] of torch\.float64; expected \[2\]",
+    ),
+    "gives_text": (lambda bucket: done("reduced"), r"'gives_text' gave str; expected the flat gradient"),
+    "gives_two": (
+        lambda bucket: done([bucket.buffer(), bucket.buffer()]),
+        r"'gives_two' gave list; expected the flat gradient",
+    ),
+    "fails_later": (
+        lambda bucket: done(ValueError("lost on the way")),
+        r"'fails_later' failed: .*lost on the way",
+    ),
+}
 
 
-def gives_another_dtype(state: Any, bucket: Any) -> Any:
-    return done(bucket.buffer().double())
-
-
-def gives_text(state: Any, bucket: Any) -> Any:
-    return done("reduced")
-
-
-def gives_two(state: Any, bucket: Any) -> Any:
-    return done([bucket.buffer(), bucket.buffer()])
-
-
-def fails_later(state: Any, bucket: Any) -> Any:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_exception(ValueError("lost on the way"))
-    return future
-
-
-HOOKS = [
-    (raises, r"'raises' raised ZeroDivisionError: no norm"),
-    (returns_nothing, r"'returns_nothing' returned NoneType: callback must return a torch\.futures\.Future"),
-    (returns_the_tensor, r"'returns_the_tensor' returned (Tensor|Parameter).*make one of the flat gradient"),
-    (gives_a_short_tensor, r"'gives_a_short_tensor' gave shape \[1\].*expected \[2\] of torch\.float32"),
-    (gives_another_dtype, r"'gives_another_dtype' gave shape \[2\] of torch\.float64; expected \[2\]"),
-    (gives_text, r"'gives_text' gave str; expected the flat gradient"),
-    (gives_two, r"'gives_two' gave list; expected the flat gradient"),
-    (fails_later, r"'fails_later' failed: .*lost on the way"),
-]
-
-
-@pytest.mark.parametrize(("hook", "message"), HOOKS, ids=[hook.__name__ for hook, _ in HOOKS])
+@pytest.mark.parametrize("name", HOOKS)
 @on_ranks(2)
-def test_a_broken_hook_is_named_on_every_rank_and_step(rank, group, hook, message) -> None:
+def test_a_broken_hook_is_named_on_every_rank_and_step(rank, group, name) -> None:
+    act, message = HOOKS[name]
+
+    def hook(state: Any, bucket: Any) -> Any:
+        return act(bucket)
+
+    hook.__qualname__ = name
     model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
     model.register_comm_hook(None, hook)
     for step in range(2):
