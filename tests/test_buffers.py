@@ -62,7 +62,7 @@ class Reassigned(Norms):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("last_mean", torch.zeros(()))
+        self.register_buffer("last_mean", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         before = self.last_mean

@@ -1,4 +1,4 @@
-"""What the reducer promises beyond equal numbers: start, hooks, order, clear errors, interruptible waits."""
+"""What the reducer promises beyond equal numbers: hooks, order, interruptible waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks, run_threads
-from models import MLP, ConvBatchNorm, MixedDtypes, batch, build
+from models import MLP, batch, build
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
@@ -45,48 +45,6 @@ def mean_over_ranks(tensors: dict[str, Tensor], world_size: int, group: Any) -> 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
-# ---------------------------------------------------------------- one start for all ranks
-
-
-class AllKinds(nn.Module):
-    """Parameters and buffers of many shapes, dtypes and layouts, filled with one number."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.features = ConvBatchNorm().to(memory_format=torch.channels_last)
-        self.mixed = MixedDtypes()
-        self.frozen = nn.Linear(3, 3).requires_grad_(False)
-        self.scalar = nn.Parameter(torch.zeros(()))
-        self.transposed = nn.Parameter(torch.zeros(3, 5).t())
-        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
-        self.register_buffer("transposed_buffer", torch.zeros(3, 5).t())
-        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
-        with torch.no_grad():
-            for tensor in [*self.parameters(), *self.buffers()]:
-                tensor.fill_(value)
-
-
-def states_before_and_after_wrapping(rank, world_size, group):
-    module = AllKinds(float(rank + 1))
-    before = {n: t.clone() for n, t in [*module.named_parameters(), *module.named_buffers()]}
-    identities = [id(t) for t in [*module.parameters(), *module.buffers()]]
-    model = BucketedDDP(module, process_group=group)
-    assert identities == [id(t) for t in [*model.module.parameters(), *model.module.buffers()]]
-    return before, {n: t.clone() for n, t in [*module.named_parameters(), *module.named_buffers()]}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameters_and_buffers_start_as_those_of_rank_0(world_size):
-    results = run_threads(states_before_and_after_wrapping, world_size)
-    first, _ = results[0]
-    for rank, (before, after) in enumerate(results):
-        assert_equal(after, first)
-        same = [name for name in first if torch.equal(before[name], first[name])]
-        # True is all that a bool can be when it is not 0
-        assert same == (list(first) if rank == 0 else ["mask"])
 
 
 # ---------------------------------------------------------------- communication hooks
