@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks, run_threads
 from models import MLP, batch, build
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -42,39 +42,7 @@ def mean_over_ranks(tensors: dict[str, Tensor], world_size: int, group: Any) -> 
     return means
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
 # ---------------------------------------------------------------- communication hooks
-
-
-def hook_calls(rank, world_size, group, options):
-    module = MLP()
-    names = {id(p): n for n, p in module.named_parameters()}
-    model = BucketedDDP(module, process_group=group, **options)
-    calls: list[list[tuple[int, bool, list[str]]]] = []
-    state = object()
-
-    def hook(given_state, bucket):
-        assert given_state is state
-        buffer, params, grads = bucket.buffer(), bucket.parameters(), bucket.gradients()
-        assert buffer.dim() == 1
-        assert buffer.numel() == sum(p.numel() for p in params)
-        assert [g.shape for g in grads] == [p.shape for p in params]
-        with torch.no_grad():
-            buffer.fill_(len(calls))  # the gradients are views of the buffer
-        assert all(bool((g == len(calls)).all()) for g in grads)
-        calls[-1].append((bucket.index(), bucket.is_last(), [names[id(p)] for p in params]))
-        return done_future(buffer)
-
-    model.register_comm_hook(state, hook)
-    for step in range(4):
-        calls.append([])
-        backward_of_batch(model, "mlp", rank, step)
-        assert all(bool((p.grad == len(calls)).all()) for p in module.parameters())
-    return calls, list(names.values())
 
 
 def done_future(value: Any) -> torch.futures.Future[Any]:
@@ -87,51 +55,47 @@ def done_future(value: Any) -> torch.futures.Future[Any]:
     ("bucket_cap_mb", "num_buckets"), [(None, 1), (0.01, 2), (ONE_BUCKET_EACH_MB, 6)], ids=["1", "2", "6"]
 )
 @pytest.mark.parametrize("as_view", [True, False])
-def test_the_hook_is_called_once_for_each_bucket_in_order(bucket_cap_mb, num_buckets, as_view):
+@on_ranks(2)
+def test_the_hook_is_called_once_for_each_bucket_in_order(rank, group, bucket_cap_mb, num_buckets, as_view):
+    module = MLP()
     options = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": as_view}
-    for calls, names in run_threads(hook_calls, 2, options):
-        for step in calls:
-            assert [index for index, _, _ in step] == list(range(num_buckets))
-            assert [is_last for _, is_last, _ in step] == [False] * (num_buckets - 1) + [True]
-            assert sorted(name for _, _, bucket in step for name in bucket) == sorted(names)
-
-
-def grads_with_hook(rank, world_size, group, make_hook, as_view):
-    module = build("mlp", seed=3)
-    options = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": as_view}
     model = BucketedDDP(module, process_group=group, **options)
-    model.register_comm_hook(group, make_hook(rank))
-    grads, local = [], []
-    for step in range(3):
-        module.zero_grad()
+    calls: list[tuple[int, bool]] = []
+    called: list[nn.Parameter] = []
+    state = object()
+
+    def hook(given_state, bucket):
+        assert given_state is state
+        buffer, params, grads = bucket.buffer(), bucket.parameters(), bucket.gradients()
+        assert buffer.dim() == 1
+        assert buffer.numel() == sum(p.numel() for p in params)
+        assert [g.shape for g in grads] == [p.shape for p in params]
+        with torch.no_grad():
+            buffer.fill_(step)  # the gradients are views of the buffer
+        assert all(bool((g == step).all()) for g in grads)
+        calls.append((bucket.index(), bucket.is_last()))
+        called.extend(params)
+        return done_future(buffer)
+
+    model.register_comm_hook(state, hook)
+    for step in range(1, 5):
+        calls.clear()
+        called.clear()
         backward_of_batch(model, "mlp", rank, step)
-        grads.append(grads_of(module))
-        alone = build("mlp", seed=3)
-        backward_of_batch(alone, "mlp", rank, step)
-        local.append(grads_of(alone))
-    return grads, local
+        assert all(bool((p.grad == step).all()) for p in module.parameters())
+        assert calls == [(index, index == num_buckets - 1) for index in range(num_buckets)]
+        assert sorted(map(id, called)) == sorted(map(id, module.parameters()))
 
 
-def returns_its_input(rank: int) -> Callable[..., Any]:
-    return lambda state, bucket: done_future(bucket.buffer())
+def replaces_the_buffer(state, bucket):
+    tripled = bucket.buffer() * 3
+    bucket.set_buffer(tripled)
+    assert bucket.buffer() is tripled
+    assert torch.equal(bucket.gradients()[0].flatten(), tripled[: bucket.parameters()[0].numel()])
+    return done_future(bucket.buffer())
 
 
-def returns_zeros(rank: int) -> Callable[..., Any]:
-    return lambda state, bucket: done_future(torch.zeros_like(bucket.buffer()))
-
-
-def replaces_the_buffer(rank: int) -> Callable[..., Any]:
-    def hook(state, bucket):
-        tripled = bucket.buffer() * 3
-        bucket.set_buffer(tripled)
-        assert bucket.buffer() is tripled
-        assert torch.equal(bucket.gradients()[0].flatten(), tripled[: bucket.parameters()[0].numel()])
-        return done_future(bucket.buffer())
-
-    return hook
-
-
-def answers_from_another_thread(rank: int) -> Callable[..., Any]:
+def answers_from_another_thread() -> Callable[..., Any]:
     last = threading.Event()
 
     def hook(state, bucket):
@@ -154,12 +118,27 @@ def answers_from_another_thread(rank: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize(
     ("make_hook", "factor"),
-    [(returns_its_input, 1), (returns_zeros, 0), (replaces_the_buffer, 3), (answers_from_another_thread, -1)],
+    [
+        (lambda: lambda state, bucket: done_future(bucket.buffer()), 1),
+        (lambda: lambda state, bucket: done_future(torch.zeros_like(bucket.buffer())), 0),
+        (lambda: replaces_the_buffer, 3),
+        (answers_from_another_thread, -1),
+    ],
+    ids=["its input", "zeros", "another buffer", "from another thread"],
 )
-def test_gradients_are_what_the_hook_returns(make_hook, factor, as_view):
-    for grads, local in run_threads(grads_with_hook, 2, make_hook, as_view):
-        for found, alone in zip(grads, local, strict=True):
-            assert_equal(found, {name: grad * factor for name, grad in alone.items()})
+@on_ranks(2)
+def test_gradients_are_what_the_hook_returns(rank, group, make_hook, factor, as_view):
+    module = build("mlp", seed=3)
+    options = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": as_view}
+    model = BucketedDDP(module, process_group=group, **options)
+    model.register_comm_hook(None, make_hook())
+    for step in range(3):
+        module.zero_grad()
+        backward_of_batch(model, "mlp", rank, step)
+        alone = build("mlp", seed=3)
+        backward_of_batch(alone, "mlp", rank, step)
+        for found, own in zip(module.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(found.grad, own.grad * factor)
 
 
 # ---------------------------------------------------------------- the order of the buckets
@@ -205,16 +184,11 @@ def bucket_orders(rank, world_size, group, swapped_on):
     return orders
 
 
-def test_buckets_follow_registration_at_first_then_the_order_of_readiness():
+@pytest.mark.parametrize(("world_size", "swapped_on"), [(2, None), (3, 0), (3, 1), (3, 2)])
+def test_buckets_follow_registration_at_first_then_the_order_of_readiness_of_rank_0(world_size, swapped_on):
     # c, a, b run forward, so that their gradients are ready as b, a, c
-    for orders in run_threads(bucket_orders, 2, None):
-        assert orders == [["c", "b", "a"]] + [["b", "a", "c"]] * 3
-
-
-@pytest.mark.parametrize("swapped_on", [0, 1, 2])
-def test_all_ranks_follow_the_order_of_rank_0(swapped_on):
     rank_0_order = ["c", "a", "b"] if swapped_on == 0 else ["b", "a", "c"]
-    for orders in run_threads(bucket_orders, 3, swapped_on):
+    for orders in run_threads(bucket_orders, world_size, swapped_on):
         assert orders == [["c", "b", "a"]] + [rank_0_order] * 3
 
 
@@ -304,19 +278,19 @@ class SlowEngine:
         self.was_overtaken = self.other_has_returned.wait(0.5)
 
 
-def begin_in_two_threads(rank, world_size, group, engine):
-    reducer = BucketedDDP(nn.Linear(2, 2), process_group=group).reducer
-    reducer.arm()
-    first = threading.Thread(target=reducer.begin)
-    first.start()
-    assert engine.is_inside.wait(20)
-    reducer.begin()
-    engine.other_has_returned.set()
-    first.join(20)
-    return reducer.step, engine.num_calls, engine.was_overtaken
-
-
 def test_of_the_threads_of_several_devices_one_begins_the_backward_and_the_others_wait(monkeypatch):
     engine = SlowEngine()
     monkeypatch.setattr("lightning_ddp.ddp.reducer.queue_callback", engine.queue_callback)
-    assert run_threads(begin_in_two_threads, 1, engine) == [(0, 1, False)]
+
+    def rank_main(rank, world_size, group):
+        reducer = BucketedDDP(nn.Linear(2, 2), process_group=group).reducer
+        reducer.arm()
+        first = threading.Thread(target=reducer.begin)
+        first.start()
+        assert engine.is_inside.wait(20)
+        reducer.begin()
+        engine.other_has_returned.set()
+        first.join(20)
+        assert (reducer.step, engine.num_calls, engine.was_overtaken) == (0, 1, False)
+
+    run_threads(rank_main, 1)
