@@ -161,29 +161,24 @@ class OneShot(Interrupt):
 
 
 @pytest.mark.parametrize("interrupted_step", [0, 1, 3])
-def test_steps_after_an_interrupted_wait_are_right(interrupted_step) -> None:
-    caught = threading.Event()
-
-    def rank_main(rank, world_size, group):
-        interrupt = OneShot()
-        model = BucketedDDP(Branches(), process_group=group, interrupt=interrupt if rank == 0 else None)
-        for step in range(5):
-            model.zero_grad()
-            loss = model(x_of(rank) * step, ALL)
-            if step != interrupted_step:
+@on_ranks(2)
+def test_steps_after_an_interrupted_wait_are_right(rank, group, event, interrupted_step) -> None:
+    interrupt = OneShot()
+    model = BucketedDDP(Branches(), process_group=group, interrupt=interrupt if rank == 0 else None)
+    for step in range(5):
+        model.zero_grad()
+        loss = model(x_of(rank) * step, ALL)
+        if step != interrupted_step:
+            loss.backward()
+            assert grads(model) == [1.5 * step] * 3
+        elif rank == 0:
+            threading.Timer(0.2, interrupt.set, [TimeoutError("enough")]).start()
+            with pytest.raises(TimeoutError, match="enough"):
                 loss.backward()
-                assert grads(model) == [1.5 * step] * 3
-            elif rank == 0:
-                threading.Timer(0.2, interrupt.set, [TimeoutError("enough")]).start()
-                with pytest.raises(TimeoutError, match="enough"):
-                    loss.backward()
-                caught.set()
-            else:
-                assert caught.wait(20)
-                loss.backward()
-        return True
-
-    assert run_threads(rank_main, 2) == [True, True]
+            event.set()
+        else:
+            assert event.wait(20)
+            loss.backward()
 
 
 class UserError(Exception):

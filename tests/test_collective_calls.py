@@ -155,81 +155,69 @@ def ended_by_its_deadline(call, group) -> CollectiveTimeoutError:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_never_comes_is_an_error_within_the_deadline(name) -> None:
-    over = threading.Event()
-
-    def rank_main(rank, world_size, process_group):
-        if rank == 1:
-            assert over.wait(20)
-            return
-        try:
-            error = ended_by_its_deadline(CALLS[name], Group(process_group))
-        finally:
-            over.set()
-        assert isinstance(error, RuntimeError)
-        assert isinstance(error, TimeoutError)
-        copy = pickle.loads(pickle.dumps(error))
-        assert (str(copy), copy.label, copy.rank) == (str(error), error.label, error.rank)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_rank_that_never_comes_is_an_error_within_the_deadline(rank, process_group, event, name) -> None:
+    if rank == 1:
+        assert event.wait(20)
+        return
+    try:
+        error = ended_by_its_deadline(CALLS[name], Group(process_group))
+    finally:
+        event.set()
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error, TimeoutError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.label, copy.rank) == (str(error), error.label, error.rank)
 
 
-def test_deadlines_hold_where_the_backend_is_somebody_elses() -> None:
-    over = threading.Event()
-
-    def rank_main(rank, world_size, process_group):
-        group = group_of("toy", process_group)
-        if rank == 1:
-            assert over.wait(20)
-            for _ in range(2):  # lets the threads of the toy end
-                comm.all_reduce(group, torch.ones(2))
-            return
-        try:
-            ended_by_its_deadline(CALLS["all_reduce"], group)
-            begin = partial(group.process_group.allreduce, [torch.ones(2)])
-            ended_by_its_deadline(lambda group, **k: comm.run(group, begin, **k), group)
-        finally:
-            over.set()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_deadlines_hold_where_the_backend_is_somebody_elses(rank, process_group, event) -> None:
+    group = group_of("toy", process_group)
+    if rank == 1:
+        assert event.wait(20)
+        for _ in range(2):  # lets the threads of the toy end
+            comm.all_reduce(group, torch.ones(2))
+        return
+    try:
+        ended_by_its_deadline(CALLS["all_reduce"], group)
+        begin = partial(group.process_group.allreduce, [torch.ones(2)])
+        ended_by_its_deadline(lambda group, **k: comm.run(group, begin, **k), group)
+    finally:
+        event.set()
 
 
-def test_a_failure_elsewhere_interrupts_every_wait_with_its_own_error() -> None:
-    over = threading.Event()
+@on_ranks(2)
+def test_a_failure_elsewhere_interrupts_every_wait_with_its_own_error(rank, process_group, event) -> None:
+    interrupt = Interrupt()
+    group = Group(process_group, interrupt)
+    if rank == 1:
+        assert event.wait(20)
+        comm.all_reduce(Group(process_group), torch.ones(1))
+        comm.run(group, lambda: process_group.send([torch.ones(1)], 0, 0), label="message")
+        return
+    barrier, message = (
+        comm.run(group, begin, label=label, wait=False)
+        for label, begin in {
+            "sum": lambda: process_group.allreduce([torch.ones(1)]),
+            "message": lambda: process_group.recv([torch.ones(1)], 1, 0),
+        }.items()
+    )
+    waits = [barrier.wait, message.wait, partial(comm.monitored_barrier, group, timeout=20)]
+    labels = []
 
-    def rank_main(rank, world_size, process_group):
-        interrupt = Interrupt()
-        group = Group(process_group, interrupt)
-        if rank == 1:
-            assert over.wait(20)
-            comm.all_reduce(Group(process_group), torch.ones(1))
-            comm.run(group, lambda: process_group.send([torch.ones(1)], 0, 0), label="message")
-            return
-        barrier, message = (
-            comm.run(group, begin, label=label, wait=False)
-            for label, begin in {
-                "sum": lambda: process_group.allreduce([torch.ones(1)]),
-                "message": lambda: process_group.recv([torch.ones(1)], 1, 0),
-            }.items()
-        )
-        waits = [barrier.wait, message.wait, partial(comm.monitored_barrier, group, timeout=20)]
-        labels = []
+    def fail() -> None:
+        wait_until_waiting(interrupt)
+        labels.append(interrupt.activity.label)
+        interrupt.set(RuntimeError("rank 7 failed"))
 
-        def fail() -> None:
-            wait_until_waiting(interrupt)
-            labels.append(interrupt.activity.label)
-            interrupt.set(RuntimeError("rank 7 failed"))
-
-        threading.Thread(target=fail).start()
-        for wait in waits:
-            with pytest.raises(RuntimeError, match=r"^rank 7 failed$"):
-                wait()
-        over.set()
-        interrupt.clear()  # so that nothing is left under way
-        barrier.wait()
-        assert labels == ["sum"], "what somebody is told who asks what the rank waits for"
-
-    run_threads(rank_main, 2)
+    threading.Thread(target=fail).start()
+    for wait in waits:
+        with pytest.raises(RuntimeError, match=r"^rank 7 failed$"):
+            wait()
+    event.set()
+    interrupt.clear()  # so that nothing is left under way
+    barrier.wait()
+    assert labels == ["sum"], "what somebody is told who asks what the rank waits for"
 
 
 def wait_until_waiting(interrupt) -> None:
@@ -238,23 +226,19 @@ def wait_until_waiting(interrupt) -> None:
         time.sleep(0.005)
 
 
-def test_a_peer_that_is_gone_is_an_error_with_the_name_of_the_collective() -> None:
-    broken = threading.Event()
-
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        if rank == 1:  # gloo breaks the connections of a collective that timed out
-            with with_timeout(process_group, timedelta(milliseconds=200)):
-                work = group.all_reduce(torch.ones(1))
-            with pytest.raises(RuntimeError, match="Timed out"):
-                work.wait()
-            broken.set()
-            return
-        assert broken.wait(20)
-        with pytest.raises(CollectiveError, match="rank 0 of 2: broadcast failed after"):
-            comm.broadcast(group, torch.ones(1), 1)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_peer_that_is_gone_is_an_error_with_the_name_of_the_collective(rank, process_group, event) -> None:
+    group = Group(process_group)
+    if rank == 1:  # gloo breaks the connections of a collective that timed out
+        with with_timeout(process_group, timedelta(milliseconds=200)):
+            work = group.all_reduce(torch.ones(1))
+        with pytest.raises(RuntimeError, match="Timed out"):
+            work.wait()
+        event.set()
+        return
+    assert event.wait(20)
+    with pytest.raises(CollectiveError, match="rank 0 of 2: broadcast failed after"):
+        comm.broadcast(group, torch.ones(1), 1)
 
 
 # ---------------------------------------------------------------------- barriers

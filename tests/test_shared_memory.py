@@ -211,24 +211,20 @@ def test_a_rank_that_lets_go_of_its_memory_ends_the_wait_of_others() -> None:
     assert second.status == "returned"
 
 
-def test_a_reduction_that_is_closed_waits_no_longer_for_ranks_that_do_not_come() -> None:
-    is_closed = threading.Event()
-
-    def rank_main(rank, _, group):
-        memory, tensors = connected(group, [(4, torch.float32)])
-        if rank == 1:
-            assert is_closed.wait(SOON_S)
-            with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
-                memory.all_reduce(tensors[0])
-            return
-        reduction = Reduction(Group(group, transport=SHARED), memory)
-        work = reduction._worker.submit(partial(memory.all_reduce, tensors[0]))
-        reduction.close()
-        with pytest.raises(RuntimeError, match="this rank has let go of its shared memory"):
-            work.wait(timedelta(seconds=SOON_S))
-        is_closed.set()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_reduction_that_is_closed_waits_no_longer_for_ranks_that_do_not_come(rank, group, event) -> None:
+    memory, tensors = connected(group, [(4, torch.float32)])
+    if rank == 1:
+        assert event.wait(SOON_S)
+        with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
+            memory.all_reduce(tensors[0])
+        return
+    reduction = Reduction(Group(group, transport=SHARED), memory)
+    work = reduction._worker.submit(partial(memory.all_reduce, tensors[0]))
+    reduction.close()
+    with pytest.raises(RuntimeError, match="this rank has let go of its shared memory"):
+        work.wait(timedelta(seconds=SOON_S))
+    event.set()
 
 
 @on_ranks(2)

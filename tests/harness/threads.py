@@ -60,16 +60,20 @@ def run_threads_outcomes(
 def on_ranks(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a function that each of so many threads runs, as by `run_threads`.
 
-    The threads give it `rank`, `world_size`, and `group` or `process_group`, where it has such arguments.
+    The threads give it `rank`, `world_size`, `group` or `process_group`, and `event`, which is one for all of
+    them, where it has such arguments.
     """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
         names = inspect.signature(fn).parameters
-        of_ranks = ("rank", "world_size", "group", "process_group")
+        of_ranks = ("rank", "world_size", "group", "process_group", "event")
 
         def test(**arguments: Any) -> None:
-            def rank_main(*values: Any) -> None:
-                given = dict(zip(of_ranks, (*values, values[-1]), strict=True))
+            event = threading.Event()
+
+            def rank_main(rank: int, world_size: int, group: Any) -> None:
+                given = {"rank": rank, "world_size": world_size, "group": group, "process_group": group}
+                given |= {"event": event}
                 fn(**arguments, **{name: value for name, value in given.items() if name in names})
 
             run_threads(rank_main, num_ranks)
