@@ -435,18 +435,16 @@ def test_agreement_averages_what_has_diverged_and_nothing_else():
     ],
     ids=str,
 )
-def test_bytes_sent_as_part_of_averaged_gradients(spec, limit):
+@on_ranks(2)
+def test_bytes_sent_as_part_of_averaged_gradients(group, spec, limit):
     shapes = {"w": (200, 200), "b": (200,), "v": (200, 100), "c": (50,)}
     numel = 200 * 200 + 200 + 200 * 100 + 50
 
-    def rank_main(rank, world_size, group):
-        _, optimizer, averager = built(spec, group, shapes, lr=0.0)
-        for _ in range(200):
-            averager.step(optimizer)
-        return averager.num_bytes_sent
-
-    for sent in run_threads(rank_main, 2):
-        assert 0.5 * limit < sent / (200 * 4 * numel) <= limit
+    _, optimizer, averager = built(spec, group, shapes, lr=0.0)
+    for _ in range(200):
+        averager.step(optimizer)
+    sent = averager.num_bytes_sent
+    assert 0.5 * limit < sent / (200 * 4 * numel) <= limit
 
 
 # ---------------------------------------------------------------- resume

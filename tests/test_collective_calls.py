@@ -317,32 +317,30 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up(is_under_way) -> None:
 # ---------------------------------------------------------------------- sub-groups
 
 
-def test_groups_of_a_list_and_of_neighbors() -> None:
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        some = comm.sub_group(group, [3, 1], CPU)
-        if rank in (1, 3):
-            assert some is not None
-            assert (some.size, some.rank) == (2, [3, 1].index(rank))
-            gathered = comm.all_gather(some, torch.tensor(rank)).tolist()
-            comm.monitored_barrier(some, timeout=timedelta(seconds=20))
-        else:
-            assert some is None
-            gathered = None
-            with pytest.raises(ConfigurationError, match="this rank is not in the group"):
-                comm.all_reduce(some, torch.ones(1))
-        part = comm.part_group(group, 3, CPU)
-        inside = comm.all_gather(part, torch.tensor(rank)).tolist()
-        nested = comm.sub_group(part, [part.size - 1, 0][: part.size], CPU)
-        last = None if nested is None else comm.all_gather(nested, torch.tensor(rank)).tolist()
-        return gathered, inside, last
-
-    assert run_threads(rank_main, 4) == [
+@on_ranks(4)
+def test_groups_of_a_list_and_of_neighbors(rank, process_group) -> None:
+    group = Group(process_group)
+    some = comm.sub_group(group, [3, 1], CPU)
+    if rank in (1, 3):
+        assert some is not None
+        assert (some.size, some.rank) == (2, [3, 1].index(rank))
+        gathered = comm.all_gather(some, torch.tensor(rank)).tolist()
+        comm.monitored_barrier(some, timeout=timedelta(seconds=20))
+    else:
+        assert some is None
+        gathered = None
+        with pytest.raises(ConfigurationError, match="this rank is not in the group"):
+            comm.all_reduce(some, torch.ones(1))
+    part = comm.part_group(group, 3, CPU)
+    inside = comm.all_gather(part, torch.tensor(rank)).tolist()
+    nested = comm.sub_group(part, [part.size - 1, 0][: part.size], CPU)
+    last = None if nested is None else comm.all_gather(nested, torch.tensor(rank)).tolist()
+    assert (gathered, inside, last) == [
         (None, [0, 1, 2], [2, 0]),
         ([3, 1], [0, 1, 2], None),
         (None, [0, 1, 2], [2, 0]),
         ([3, 1], [3], [3]),
-    ]
+    ][rank]
 
 
 def groups_that_torch_makes(rank, world_size, store):

@@ -170,18 +170,16 @@ def test_objects_of_different_sizes_are_gathered_and_small_ones_in_one_collectiv
     assert len(group.sizes) == num_collectives
 
 
-def test_all_gather_sends_gradients_back_to_their_rank_if_asked_to() -> None:
-    def rank_main(rank, world_size, process_group):
-        group, tensor = Group(process_group), torch.full((2,), rank + 1.0, requires_grad=True)
-        assert not comm.all_gather(group, tensor).requires_grad
-        gathered = comm.all_gather(group, tensor, sync_grads=True)
-        weights = torch.tensor([[1.0], [10.0]]) * (rank + 1)
-        (gathered * weights).sum().backward()
-        assert tensor.grad is not None
-        return gathered.tolist(), tensor.grad.tolist()
-
+@on_ranks(2)
+def test_all_gather_sends_gradients_back_to_their_rank_if_asked_to(rank, process_group) -> None:
+    group, tensor = Group(process_group), torch.full((2,), rank + 1.0, requires_grad=True)
+    assert not comm.all_gather(group, tensor).requires_grad
+    gathered = comm.all_gather(group, tensor, sync_grads=True)
+    weights = torch.tensor([[1.0], [10.0]]) * (rank + 1)
+    (gathered * weights).sum().backward()
+    assert tensor.grad is not None
     stacked = [[1.0, 1.0], [2.0, 2.0]]
-    assert run_threads(rank_main, 2) == [(stacked, [3.0, 3.0]), (stacked, [30.0, 30.0])]
+    assert (gathered.tolist(), tensor.grad.tolist()) == [(stacked, [3.0, 3.0]), (stacked, [30.0, 30.0])][rank]
 
 
 # ---------------------------------------------------------------------- containers of tensors

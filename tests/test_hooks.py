@@ -199,25 +199,22 @@ def test_batched_factors_begin_anew_in_another_layout_and_the_residual_stays():
         torch.testing.assert_close(total, came_in - residual, rtol=0, atol=1e-5)
 
 
-def test_loading_says_what_it_cannot_keep():
-    def rank_main(rank, world_size, group):
-        hook = Run(group, "sign").hook
-        Run(group, "sign").step(random_grads(rank, 0))
-        state = hook.state_dict() | {"tensors": {"gone": {"error": torch.ones(3)}}}
-        notes = hook.load_state_dict(state, SHAPES)
-        other = Run(group, {"name": "topk", "ratio": 0.5}).hook
-        notes += other.load_state_dict(state)
-        notes += other.load_state_dict(other.state_dict() | {"options": {"ratio": 0.25}})
-        with pytest.raises(ConfigurationError, match="has format 99, but this release reads 1"):
-            hook.load_state_dict(state | {"format": 99})
-        return notes
-
-    for notes in run_threads(rank_main, 2):
-        assert notes == [
-            "state of hook 'sign' was dropped for unknown parameters: gone",
-            "state of hook 'sign' was dropped, because the run uses 'topk'",
-            "hook 'topk' was saved with other options: {'ratio': 0.25}",
-        ]
+@on_ranks(2)
+def test_loading_says_what_it_cannot_keep(rank, group):
+    hook = Run(group, "sign").hook
+    Run(group, "sign").step(random_grads(rank, 0))
+    state = hook.state_dict() | {"tensors": {"gone": {"error": torch.ones(3)}}}
+    notes = hook.load_state_dict(state, SHAPES)
+    other = Run(group, {"name": "topk", "ratio": 0.5}).hook
+    notes += other.load_state_dict(state)
+    notes += other.load_state_dict(other.state_dict() | {"options": {"ratio": 0.25}})
+    with pytest.raises(ConfigurationError, match="has format 99, but this release reads 1"):
+        hook.load_state_dict(state | {"format": 99})
+    assert notes == [
+        "state of hook 'sign' was dropped for unknown parameters: gone",
+        "state of hook 'sign' was dropped, because the run uses 'topk'",
+        "hook 'topk' was saved with other options: {'ratio': 0.25}",
+    ]
 
 
 # ---------------------------------------------------------------- mixed precision

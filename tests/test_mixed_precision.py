@@ -74,39 +74,35 @@ CONFIGS = {
 @pytest.mark.parametrize("view", [True, False], ids=["view", "no view"])
 @pytest.mark.parametrize("bucket_cap_mb", [None, 1e-6])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_the_mean_of_low_precision_ones_in_full_precision(name, bucket_cap_mb, view) -> None:
+@on_ranks(2)
+def test_gradients_are_the_mean_of_low_precision_ones_in_full_precision(
+    rank, group, name, bucket_cap_mb, view
+) -> None:
     config = CONFIGS[name]
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            net(),
-            process_group=group,
-            mixed_precision=config,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=view,
-        )
-        full = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            assert model(x_of(rank)).dtype == (config.param_dtype or F32), "also without a backward"
+    model = BucketedDDP(
+        net(),
+        process_group=group,
+        mixed_precision=config,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=view,
+    )
+    full = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        assert model(x_of(rank)).dtype == (config.param_dtype or F32), "also without a backward"
+    assert [p.dtype for p in model.parameters()] == [F32] * 4
+    assert all(map(torch.equal, full, model.parameters()))
+    for step in range(3):
+        model.zero_grad()
+        output = model(x_of(rank, step))
+        assert model.module.dtypes == [config.param_dtype or F32] * 3 + [config.buffer_dtype or F32]
+        assert output.dtype == (config.param_dtype or F32)
+        output.square().sum().backward()
         assert [p.dtype for p in model.parameters()] == [F32] * 4
         assert all(map(torch.equal, full, model.parameters()))
-        seen = []
-        for step in range(3):
-            model.zero_grad()
-            output = model(x_of(rank, step))
-            assert model.module.dtypes == [config.param_dtype or F32] * 3 + [config.buffer_dtype or F32]
-            assert output.dtype == (config.param_dtype or F32)
-            output.square().sum().backward()
-            assert [p.dtype for p in model.parameters()] == [F32] * 4
-            assert all(map(torch.equal, full, model.parameters()))
-            seen.append([p.grad.clone() for p in model.parameters()])
-        return seen
-
-    for seen in run_threads(rank_main, 2):
-        for step, found in enumerate(seen):
-            for grad, expected in zip(found, mean_of(config, step), strict=True):
-                assert grad.dtype == F32
-                assert torch.equal(grad, expected)
+        for parameter, expected in zip(model.parameters(), mean_of(config, step), strict=True):
+            assert parameter.grad.dtype == F32
+            assert torch.equal(parameter.grad, expected)
 
 
 def test_gradients_accumulate_over_no_sync() -> None:

@@ -127,22 +127,20 @@ def test_ranks_of_several_hosts_get_the_same_sum(hosts) -> None:
         assert last == (0 if rank == 0 else sum(ranks))
 
 
-def test_parts_of_a_tensor_and_ranks_with_nothing_to_add() -> None:
-    def rank_main(rank, _, group):
-        memory, (tensor,) = connected(group, [(100, torch.float32)])
-        tensor.fill_(rank + 1)
-        memory.all_reduce(tensor[10:40])
-        if rank == 1:
-            memory.all_reduce_nothing(20, torch.float32)
-        else:
-            memory.all_reduce(tensor[60:80])
-        return [part.unique().tolist() for part in tensor.split((10, 30, 20, 20, 20))]
-
-    assert run_threads(rank_main, 3) == [
+@on_ranks(3)
+def test_parts_of_a_tensor_and_ranks_with_nothing_to_add(rank, group) -> None:
+    memory, (tensor,) = connected(group, [(100, torch.float32)])
+    tensor.fill_(rank + 1)
+    memory.all_reduce(tensor[10:40])
+    if rank == 1:
+        memory.all_reduce_nothing(20, torch.float32)
+    else:
+        memory.all_reduce(tensor[60:80])
+    assert [part.unique().tolist() for part in tensor.split((10, 30, 20, 20, 20))] == [
         [[1.0], [6.0], [1.0], [4.0], [1.0]],
         [[2.0], [6.0], [2.0], [2.0], [2.0]],
         [[3.0], [6.0], [3.0], [4.0], [3.0]],
-    ]
+    ][rank]
 
 
 @on_ranks(2)

@@ -74,22 +74,20 @@ def test_a_rank_repeats_its_last_batch_until_all_have_run_out() -> None:
     assert (first_asked, second_asked) == (4, 8), "a loader is asked once after its end"
 
 
-def test_a_batch_that_is_fetched_ahead_keeps_its_turn() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        fetched = iter(lockstep.wrap(Numbers([1, 3][rank])))
+@on_ranks(2)
+def test_a_batch_that_is_fetched_ahead_keeps_its_turn(rank, process_group) -> None:
+    lockstep = Lockstep(Group(process_group), CPU)
+    fetched = iter(lockstep.wrap(Numbers([1, 3][rank])))
+    next(fetched)
+    turns = []
+    for _ in range(2):
         next(fetched)
-        turns = []
-        for _ in range(2):
-            next(fetched)
-            lockstep.begin()
-            lockstep.begin()  # a batch that is moved by hand is not a step
-            turns.append(lockstep.turn.is_replay)
-        assert next(fetched, None) is None
         lockstep.begin()
-        return [*turns, lockstep.turn.is_replay]
-
-    assert run_threads(rank_main, 2) == [[False, True, True], [False, False, False]]
+        lockstep.begin()  # a batch that is moved by hand is not a step
+        turns.append(lockstep.turn.is_replay)
+    assert next(fetched, None) is None
+    lockstep.begin()
+    assert [*turns, lockstep.turn.is_replay] == [[False, True, True], [False, False, False]][rank]
 
 
 @on_ranks(2)
@@ -192,17 +190,17 @@ KINDS = [
 
 @pytest.mark.parametrize(("op", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize("is_own_group", [True, False])
-def test_a_reduction_is_over_the_ranks_that_have_a_batch(op, dtype, is_own_group) -> None:
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        lockstep = Lockstep(group if is_own_group else Group(process_group), CPU)
-        lockstep.turn = Turn(is_replay=rank == 2, num_active=2)
-        values = torch.tensor([[2, -3], [5, 4], [7, 100]][rank], dtype=dtype)
-        lockstep.reduce(group, [values], op)
-        return values.tolist()
-
+@on_ranks(3)
+def test_a_reduction_is_over_the_ranks_that_have_a_batch(
+    rank, process_group, op, dtype, is_own_group
+) -> None:
+    group = Group(process_group)
+    lockstep = Lockstep(group if is_own_group else Group(process_group), CPU)
+    lockstep.turn = Turn(is_replay=rank == 2, num_active=2)
+    values = torch.tensor([[2, -3], [5, 4], [7, 100]][rank], dtype=dtype)
+    lockstep.reduce(group, [values], op)
     expected = torch.tensor(REDUCED[op]).to(dtype).tolist()
-    assert run_threads(rank_main, 3) == [expected] * 3
+    assert values.tolist() == expected
 
 
 @on_ranks(2)
