@@ -74,39 +74,28 @@ def test_gradients_do_not_depend_on_how_they_get_into_the_buckets() -> None:
         for width in (8, 256)
         for view in (True, False)
     ]
-    answers = assert_all_as_torch(with_options, 2, cases)
-    for width in (8, 256):
-        same = [answer[0] for (w, _), answer in zip(cases, answers, strict=True) if w == width]
-        for other in same[1:]:
-            assert all(torch.equal(other[-1][name], same[0][-1][name]) for name in same[0][-1])
-
-
-def bucket_bytes(rank, world_size, group, options):
-    model = BucketedDDP(net(256), process_group=group, **options)
-    sizes = []
-    for step in range(2):
-        output = model(x_of(rank, step))  # the second forward plans again
-        sizes.append([bucket.flat.nbytes for bucket in model.reducer.buckets])
-        output.sum().backward()
-    return sizes
+    assert_all_as_torch(with_options, 2, cases)
 
 
 @pytest.mark.parametrize(
-    ("options", "first", "rebuilt"),
+    ("caps_mb", "expected"),
     [
         # from the last to the first: three.bias 8, three.weight 2048, two.bias 1024, two.weight 262144,
         # one.bias 1024, one.weight 4096 bytes
-        ({"bucket_cap_mb_list": [2 / KIB, 3 / KIB, 1]}, [8, 3072, 267264], [8, 3072, 267264]),
-        ({"bucket_cap_mb_list": [1]}, [270344], [270344]),
-        ({"bucket_cap_mb_list": [4 / KIB, 1 / KIB]}, [3080, 262144, 1024, 4096], [3080, 262144, 1024, 4096]),
+        ([2 / KIB, 3 / KIB, 1], [8, 3072, 267264]),
+        ([1], [270344]),
+        ([4 / KIB, 1 / KIB], [3080, 262144, 1024, 4096]),
     ],
 )
+@on_ranks(2)
 def test_bucket_cap_mb_list_caps_the_first_bucket_the_second_and_all_that_follow(
-    options, first, rebuilt
+    rank, group, caps_mb, expected
 ) -> None:
-    for sizes in run_threads(bucket_bytes, 2, options):
-        assert [sum(size) for size in sizes] == [270344] * 2
-        assert sizes == [first, rebuilt]
+    model = BucketedDDP(net(256), process_group=group, bucket_cap_mb_list=caps_mb)
+    for step in range(2):
+        output = model(x_of(rank, step))  # the second forward plans again
+        assert [bucket.flat.nbytes for bucket in model.reducer.buckets] == expected
+        output.sum().backward()
 
 
 # ---------------------------------------------------------------- groups
