@@ -328,7 +328,9 @@ def test_20_steps_equal_torch(differences, name, world_size, recipe):
 
 
 @pytest.mark.parametrize(("name", "world_size"), [case(*run) for run in RUNS])
-def test_the_comparison_fails_without_reduction(differences, name, world_size):
+def test_the_comparison_fails_without_initial_broadcast_and_without_reduction(differences, name, world_size):
+    for lines in differences(name, world_size)["NoInitialBroadcast"]:
+        assert any(line.startswith("step 0 ") for line in lines)
     for lines in differences(name, world_size)["NoReduction"]:
         trainable = [n for n, p in build(name, 0).named_parameters() if p.requires_grad]
         first = [line for line in lines if line.startswith("step 0 ")]
@@ -343,12 +345,6 @@ def test_the_comparison_fails_without_buffer_broadcast(differences, name, world_
     for lines in others:
         assert lines
         assert all("running_" in line for line in lines)
-
-
-@pytest.mark.parametrize(("name", "world_size"), [case(*run) for run in RUNS])
-def test_the_comparison_fails_without_initial_broadcast(differences, name, world_size):
-    for lines in differences(name, world_size)["NoInitialBroadcast"]:
-        assert any(line.startswith("step 0 ") for line in lines)
 
 
 def strides_of_channels_last_gradients(rank: int, world_size: int) -> list[bool]:

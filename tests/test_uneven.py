@@ -49,29 +49,26 @@ def walk(lockstep: Lockstep, loader: Any) -> list[tuple[Any, Turn]]:
     return seen
 
 
-def walk_two_epochs(rank, world_size, process_group, counts):
+@on_ranks(2)
+def test_a_rank_repeats_its_last_batch_until_all_have_run_out(rank, process_group) -> None:
     lockstep = Lockstep(Group(process_group), CPU)
-    numbers = Numbers(counts[rank])
+    numbers = Numbers([1, 3][rank])
     loader = lockstep.wrap(numbers)
     epochs = [[(b["numbers"], t) for b, t in walk(lockstep, loader)] for _ in range(2)]
-    return epochs, numbers.num_asked
-
-
-def test_a_rank_repeats_its_last_batch_until_all_have_run_out() -> None:
-    (first, first_asked), (second, second_asked) = run_threads(walk_two_epochs, 2, [1, 3])
     both, replays, alone = (
         Turn(is_replay=is_replay, num_active=num_active)
         for is_replay, num_active in ((False, 2), (True, 1), (False, 1))
     )
-    assert first == [
+    first = [
         [([1], both), ([1], replays), ([1], replays)],
         [([3], both), ([3], replays), ([3], replays)],
     ]
-    assert second == [
+    second = [
         [([1], both), ([2], alone), ([3], alone)],
         [([5], both), ([6], alone), ([7], alone)],
     ]
-    assert (first_asked, second_asked) == (4, 8), "a loader is asked once after its end"
+    assert epochs == [first, second][rank]
+    assert numbers.num_asked == [4, 8][rank], "a loader is asked once after its end"
 
 
 @on_ranks(2)
