@@ -277,7 +277,7 @@ def with_averager(rank, group, spec, process_group) -> list[Tensor]:
         (with_averager, {"name": "post_local_sgd", "start_step": 0}),
         (with_averager, {"name": "diloco"}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @on_ranks(2)
 def test_hooks_and_averagers_give_the_same_over_either_transport(rank, process_group, train, spec) -> None:
