@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparison import assert_all_as_torch, assert_as_torch, grads_of, state_of
+from comparison import assert_all_as_torch, grads_of, state_of
 from harness import on_ranks, run_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -198,7 +198,7 @@ def moved(rank, world_size, wrap):
 
 
 def test_a_parameter_that_moves_within_the_module_is_still_averaged() -> None:
-    assert_as_torch(moved, 2)
+    assert_all_as_torch(moved, 2, [()])
 
 
 # ---------------------------------------------------------------- second derivatives, teardown, static graphs
