@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,44 +277,40 @@ def test_all_of_the_state_is_in_one_cycle_and_no_slice_is_large() -> None:
             assert names.count("weight") == 3
 
 
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
-def test_a_state_of_more_than_half_is_the_majority(values: list[str]) -> None:
-    comparison = ReplicaComparison(range(len(values)))
-    requests: list[tuple[int, Any]] = []
-    for rank, value in enumerate(values):
-        requests += comparison.handle(rank, StateHashes(0, 1, {1: ord(value)}), 0.0)
-    assert sorted(rank for rank, _ in requests) == (list(range(len(values))) if len({*values}) > 1 else [])
-    for rank, _ in requests:
-        number = ord(values[rank])
-        answer = StateValues(0, 1, 1, 7, None, ("w",), (number,), can_be_copied=True, notes=())
-        comparison.handle(rank, answer, 0.0)
-    found = comparison.due(0.0)
-    most = max({*values}, key=values.count)
-    if len({*values}) == 1:
-        assert found is None
-    elif 2 * values.count(most) > len(values):
-        assert found is not None
-        assert found.has_majority
-        assert found.ranks == tuple(rank for rank, value in enumerate(values) if value != most)
-    else:
-        assert found is not None
-        assert not found.has_majority
-        assert found.ranks == tuple(range(len(values)))
-
-
 def answer_of(number: int, value: int, **more: Any) -> StateValues:
     given = {"step": 5, "before": 1, "names": ("w",), "values": (value,), "can_be_copied": True, "notes": ()}
     return StateValues(0, 1, number, **{**given, **more})
 
 
+def send(comparison: ReplicaComparison, number: int, values: Iterable[int]) -> list[int]:
+    """Hand in a hash of each rank; the ranks that are asked for what they have hashed."""
+    hashes = (StateHashes(0, 1, {number: value}) for value in values)
+    requests = [comparison.handle(rank, of_rank, 0.0) for rank, of_rank in enumerate(hashes)]
+    return [rank for messages in requests for rank, _ in messages]
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
+def test_a_state_of_more_than_half_is_the_majority(values: list[str]) -> None:
+    comparison = ReplicaComparison(range(len(values)))
+    asked = send(comparison, 1, map(ord, values))
+    assert sorted(asked) == (list(range(len(values))) if len({*values}) > 1 else [])
+    for rank in asked:
+        comparison.handle(rank, answer_of(1, ord(values[rank])), 0.0)
+    found = comparison.due(0.0)
+    most = max({*values}, key=values.count)
+    if len({*values}) == 1:
+        assert found is None
+        return
+    assert found is not None
+    assert found.has_majority == (2 * values.count(most) > len(values))
+    others = [rank for rank, value in enumerate(values) if value != most or not found.has_majority]
+    assert found.ranks == tuple(others)
+
+
 def test_a_rank_that_has_parted_is_named_once_and_the_others_are_compared_on() -> None:
     comparison = ReplicaComparison(range(3))
 
-    def send(*values: int, number: int) -> list[int]:
-        out = [comparison.handle(r, StateHashes(0, 1, {number: v}), 0.0) for r, v in enumerate(values)]
-        return [rank for messages in out for rank, _ in messages]
-
-    assert send(1, 1, 2, number=1) == [0, 1, 2]
+    assert send(comparison, 1, (1, 1, 2)) == [0, 1, 2]
     assert comparison.deadline() == 2.0
     for rank, value in enumerate((1, 1, 2)):
         assert comparison.due(0.0) is None
@@ -322,16 +318,15 @@ def test_a_rank_that_has_parted_is_named_once_and_the_others_are_compared_on() -
     found = comparison.due(0.0)
     assert found is not None
     assert found.ranks == (2,)
-    assert send(3, 3, 9, number=2) == []
+    assert send(comparison, 2, (3, 3, 9)) == []
     assert comparison.due(9.0) is None
-    assert send(3, 4, 9, number=3) == [0, 1]
+    assert send(comparison, 3, (3, 4, 9)) == [0, 1]
 
 
 def test_a_difference_that_all_have_forgotten_is_asked_for_once_more() -> None:
     comparison = ReplicaComparison(range(2))
     for number in (4, 5):
-        out = [comparison.handle(rank, StateHashes(0, 1, {number: rank}), 0.0) for rank in range(2)]
-        assert [rank for messages in out for rank, _ in messages] == [0, 1]
+        assert send(comparison, number, (0, 1)) == [0, 1]
         for rank in range(2):
             is_known = number == 5
             more = {} if is_known else {"names": (), "values": ()}
@@ -341,8 +336,7 @@ def test_a_difference_that_all_have_forgotten_is_asked_for_once_more() -> None:
 
 def test_ranks_that_do_not_answer_are_left_out() -> None:
     comparison = ReplicaComparison(range(3))
-    for rank, value in enumerate((1, 2, 1)):
-        comparison.handle(rank, StateHashes(0, 1, {4: value}), 0.0)
+    send(comparison, 4, (1, 2, 1))
     comparison.handle(0, answer_of(4, 1), 0.0)
     comparison.handle(1, answer_of(4, 2), 0.0)
     assert comparison.due(1.9) is None
@@ -362,8 +356,7 @@ def test_another_run_begins_anew_and_late_hashes_of_the_last_one_are_ignored() -
 
 def test_a_text_names_what_differs_and_what_has_happened_where() -> None:
     comparison = ReplicaComparison(range(3))
-    for rank, value in enumerate((1, 2, 1)):
-        comparison.handle(rank, StateHashes(0, 1, {4: value}), 0.0)
+    send(comparison, 4, (1, 2, 1))
     for rank in range(3):
         names, values = ("a", "b", "c"), (1, 2 + (rank == 1), 3)
         notes = ("x joined training", *(("y",) if rank == 1 else ()))
@@ -405,11 +398,7 @@ def test_a_bit_that_flips_in_a_run_is_named_in_a_warning(place: str, tmp_path: P
     assert result.returncode == 0, result.stderr
     assert len({ends[-1]["digest"] for ends in notes}) == 2
     (line,) = [line for line in result.stderr.splitlines() if "replicas differ" in line]
-    others = (
-        ", ".join(str(other) for other in range(3) if other != rank)
-        .replace("0, 1", "0-1")
-        .replace("1, 2", "1-2")
-    )
+    others = ("1-2", "0, 2", "0-1")[rank]
     assert f"rank {rank} has another" in line
     assert f"than ranks {others}, the majority, after step" in line
     assert name.rpartition(" of ")[2] in line
