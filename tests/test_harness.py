@@ -155,26 +155,6 @@ def test_a_rank_that_leaves_a_process_fails_the_run_and_the_process_is_killed():
     assert not [p for p in psutil.process_iter(["cmdline"]) if SLEEPER in (p.info["cmdline"] or [])]
 
 
-def sum_of_ranks_in_a_thread(rank, world_size, group, offset):
-    reduced = torch.full((3,), float(rank + offset))
-    group.allreduce([reduced]).wait()
-    received = torch.full((2,), float(rank))
-    group.broadcast(received, 0).wait()
-    gathered = [[torch.zeros(1) for _ in range(world_size)]]
-    group.allgather(gathered, [torch.full((1,), float(rank))]).wait()
-    return group.rank(), group.size(), reduced, received, torch.cat(gathered[0])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_thread_gives_its_result_in_rank_order(world_size):
-    results = run_threads(sum_of_ranks_in_a_thread, world_size, 10)
-    assert [result[:2] for result in results] == [(rank, world_size) for rank in range(world_size)]
-    for _, _, reduced, received, gathered in results:
-        assert torch.equal(reduced, torch.full((3,), float(sum(range(10, 10 + world_size)))))
-        assert torch.equal(received, torch.zeros(2))
-        assert torch.equal(gathered, torch.arange(float(world_size)))
-
-
 def raises_in_thread_1(rank, world_size, group):
     return raise_an_error() if rank == 1 else rank
 
