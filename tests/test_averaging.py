@@ -363,29 +363,6 @@ def test_optimizer_state_is_kept_averaged_or_reset(policy):
 # ---------------------------------------------------------------- steps
 
 
-def test_two_optimizers_are_counted_and_averaged_each_by_itself():
-    """An even period and turns: with one common count, one of the two would never be averaged."""
-
-    def rank_main(rank, world_size, group):
-        module = nn.ModuleDict({"g": Given(SHAPES), "d": Given(SHAPES)})
-        optimizers = [torch.optim.SGD(module[k].parameters(), lr=1.0) for k in ("g", "d")]
-        spec = {"name": "post_local_sgd", "start_step": 0, "period": 2}
-        averager = build_averager(spec, module, optimizers, group)
-        spread = []
-        for _ in range(2):
-            for key, optimizer in zip(("g", "d"), optimizers, strict=True):
-                for p in module[key].parameters():
-                    p.grad = torch.full_like(p, float(rank))
-                optimizer.step()
-                averager.step(optimizer)
-                spread.append((module["g"].bias[0].item(), module["d"].bias[0].item()))
-        return spread
-
-    first, second = run_threads(rank_main, 2)
-    assert first == [(0, 0), (0, 0), (-1, 0), (-1, -1)]
-    assert second == [(-1, 0), (-1, -1), (-1, -1), (-1, -1)]
-
-
 @on_ranks(2)
 def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase(rank, group):
     spec = {"name": "post_local_sgd", "start_step": 2, "period": 3}

@@ -81,18 +81,22 @@ def test_a_hook_of_ones_own_is_registered_under_a_name(monkeypatch):
         CustomDDPStrategy(ddp_comm_hook="summend")
 
 
+def doubled(hook):
+    return lambda state, bucket: hook(state, bucket).then(lambda reduced: 2 * reduced.value())
+
+
 def add_up_by_name(rank, world_size):
     register_hook("summed", summed)
     model = BucketedDDP(torch.nn.Linear(3, 1, bias=False))
-    Communication("summed").register(
+    Communication("summed", wrapper=doubled).register(
         model, Group(model.process_group), torch.device("cpu"), node_size=2, loss_scale=lambda: 1.0
     )
     model(torch.full((1, 3), rank + 1.0)).backward()
     return model.module.weight.grad.tolist()
 
 
-def test_a_registered_hook_reduces_gradients():
-    assert run_ranks(add_up_by_name, 2) == [[[3.0] * 3]] * 2
+def test_a_registered_hook_reduces_gradients_inside_its_wrapper():
+    assert run_ranks(add_up_by_name, 2) == [[[6.0] * 3]] * 2
 
 
 @pytest.mark.parametrize(

@@ -133,37 +133,6 @@ def test_no_backward_sync_is_refused_with_automatic_optimisation() -> None:
     run_threads(rank_main, 1)
 
 
-HOOKED = """
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
-import lightning_ddp
-
-calls = []
-
-def hook(state, bucket):
-    calls.append((state, bucket.index()))
-    return hooks.allreduce_hook(None, bucket)
-
-if __name__ == "__main__":
-    strategy = lightning_ddp.CustomDDPStrategy(
-        ddp_comm_state="the state", ddp_comm_hook=hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper
-    )
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    trainer.fit(BoringModel())
-    print("CALLS", trainer.global_rank, calls, flush=True)
-"""
-
-
-def test_a_hook_runs_on_the_cpu_once_a_bucket_and_step() -> None:
-    result = run_script(HOOKED).check()
-    for rank in range(2):
-        assert f"CALLS {rank} [('the state', 0), ('the state', 0), ('the state', 0)]" in result.stdout
-
-
 LBFGS = """
 import sys
 from datetime import timedelta
