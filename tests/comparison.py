@@ -16,17 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp import BucketedDDP
 
 
-def run_both(fn: Callable[..., Any], world_size: int, cases: Sequence[Sequence[Any]]) -> list[Any]:
-    """What `fn(rank, world_size, wrap, *case)` returns for torch's class and for ours: by rank, by case."""
-    try:
-        return run_ranks(_with_both, world_size, fn, cases)
-    except RankFailed as error:
-        refused = "DistributedDataParallel.__init__() got an unexpected keyword argument"
-        if refused in str(error) and os.environ.get("CI") != "true":
-            pytest.skip("the class of this torch lacks an option")
-        raise
-
-
 def _with_both(rank: int, world_size: int, fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> Any:
     return [
         [fn(rank, world_size, wrap, *case) for wrap in (DistributedDataParallel, BucketedDDP)]
@@ -45,7 +34,13 @@ def assert_all_as_torch(
 
     Bit-equal unless told. Returns ours: by case, by rank.
     """
-    by_rank = run_both(fn, world_size, cases)
+    try:
+        by_rank = run_ranks(_with_both, world_size, fn, cases)
+    except RankFailed as error:
+        refused = "DistributedDataParallel.__init__() got an unexpected keyword argument"
+        if refused in str(error) and os.environ.get("CI") != "true":
+            pytest.skip("the class of this torch lacks an option")
+        raise
     for rank, answers in enumerate(by_rank):
         for case, (expected, found) in zip(cases, answers, strict=True):
             assert_same(found, expected, f"rank {rank}, {case}", rtol, atol)
@@ -68,13 +63,6 @@ def assert_same(found: Any, expected: Any, what: str, rtol: float = 0.0, atol: f
             assert_same(found[i], value, f"{what}, {i}", rtol, atol)
     else:
         assert found == expected, what
-
-
-def assert_as_torch(
-    fn: Callable[..., Any], world_size: int, *args: Any, rtol: float = 0.0, atol: float = 0.0
-) -> list[Any]:
-    """The same for one case. Returns ours, by rank."""
-    return assert_all_as_torch(fn, world_size, [args], rtol, atol)[0]
 
 
 def grads_of(module: nn.Module) -> dict[str, Tensor]:

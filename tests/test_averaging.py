@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from given_gradients import Given, Grads, mean, random_grads
-from harness import run_threads
+from given_gradients import Given, Grads, Shapes, mean, random_grads
+from harness import on_ranks, run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -46,9 +46,7 @@ def train(
     """Per rank: the parameters after each step, and `finish(module, averager)`."""
 
     def rank_main(rank: int, _: int, group: Any) -> tuple[list[Grads], Any]:
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=momentum)
-        averager = build_averager(spec, module, [optimizer], group)
+        module, optimizer, averager = built(spec, group, momentum=momentum)
         trace = []
         for step in range(num_steps):
             optimizer.param_groups[0]["lr"] = schedule(step)
@@ -57,6 +55,14 @@ def train(
         return trace, finish(module, averager)
 
     return run_threads(rank_main, world_size)
+
+
+def built(
+    spec: Any, group: Any, shapes: Shapes = SHAPES, **options: float
+) -> tuple[nn.Module, torch.optim.Optimizer, Averager]:
+    module = Given(shapes)
+    optimizer = torch.optim.SGD(module.parameters(), **{"lr": LR, **options})
+    return module, optimizer, build_averager(spec, module, [optimizer], group)
 
 
 def take_step(module, optimizer, averager, own, world_size, step, grads) -> None:
@@ -119,21 +125,13 @@ def test_post_local_sgd_averages_gradients_and_then_parameters(world_size, start
 
 def test_hierarchical_sgd_runs_the_largest_level_that_is_due():
     def after(step, x):
-        local = step + 1 - 1
-        if local > 0 and local % 4 == 0:
+        if step % 4 == 0:  # the first step has averaged gradients; of the local ones each fourth
             average(x)
-        elif local > 0 and local % 2 == 0:
+        elif step % 2 == 0:
             average(x, [0, 1])
             average(x, [2, 3])
 
-    spec = {"name": "hierarchical_sgd", "start_step": 1, "periods": {2: 2, 4: 0}}
-
-    def from_start(step, x):
-        if step == 0:
-            average(x)
-        after(step, x)
-
-    check(spec, 4, from_start)
+    check({"name": "hierarchical_sgd", "start_step": 1, "periods": {2: 2, 4: 0}}, 4, after)
 
 
 @pytest.mark.parametrize("hook", [None, "allreduce"])
@@ -142,13 +140,8 @@ def test_in_local_training_gradients_may_be_averaged_in_each_of_two_nodes(hook):
     start, period, num_steps = 2, 3, 9
 
     def rank_main(rank, world_size, group):
-        averaging = {
-            "name": "post_local_sgd",
-            "start_step": start,
-            "period": period,
-            "intra_node_gradients": True,
-        }
-        communication = Communication(hook, averaging=averaging)
+        averaging = {"name": "post_local_sgd", "start_step": start, "period": period}
+        communication = Communication(hook, averaging={**averaging, "intra_node_gradients": True})
         module = Given(SHAPES)
         model = BucketedDDP(module, process_group=group, bucket_cap_mb=1e-5)
         communication.register(model, Group(group), torch.device("cpu"), node_size=2, loss_scale=lambda: 1.0)
@@ -207,17 +200,11 @@ def test_slowmo_follows_the_paper(world_size):
 
 
 def test_slowmo_takes_the_mean_where_the_learning_rate_is_zero():
-    spec = {"name": "slowmo", "period": 3}
-    last = [LR, LR, 0.0]
-    answers = train(spec, 2, num_steps=3, schedule=lambda step: last[step])
-    x = zeros(2)
-    for rank in range(2):
-        for step in range(2):
-            for name in SHAPES:
-                x[rank][name] -= LR * local_grads(rank, step)[name]
-    average(x)
-    assert_close(answers[0][0][2], x[0])
-    assert_close(answers[1][0][2], x[0])
+    def after(step, x):
+        if step == 2:
+            average(x)
+
+    check({"name": "slowmo", "period": 3}, 2, after, num_steps=3, schedule=[LR, LR, 0.0].__getitem__)
 
 
 @both_sizes
@@ -290,35 +277,29 @@ def test_streaming_diloco_follows_the_paper(world_size, delay):
 # ---------------------------------------------------------------- what is averaged, and how
 
 
-def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_averaged_too():
-    def rank_main(rank, world_size, group):
-        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 3), nn.Linear(2, 2).to(torch.bfloat16))
-        module = module.to(memory_format=torch.channels_last)
-        with torch.no_grad():
-            for i, p in enumerate(module.parameters()):
-                p.copy_(torch.arange(p.numel()).view(p.shape) * 0.25 + i)
-        places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
-        before = [p.detach().clone() for p in module.parameters()]
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        averager = build_averager(
-            {"name": "post_local_sgd", "start_step": 0, "period": 1}, module, [optimizer], group
-        )
-        with torch.no_grad():
-            for p in module.parameters():
-                p.add_(rank)  # as if stepped; no parameter has a gradient
-        averager.step(optimizer)
-        assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
-        for p, old in zip(module.parameters(), before, strict=True):
-            assert p.equal(old + 0.5)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_averaged_too(rank, group):
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 3), nn.Linear(2, 2).to(torch.bfloat16))
+    module = module.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(torch.arange(p.numel()).view(p.shape) * 0.25 + i)
+    places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    averager = build_averager(EVERY_STEP, module, [optimizer], group)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(rank)  # as if stepped; no parameter has a gradient
+    averager.step(optimizer)
+    assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
+    for p, old in zip(module.parameters(), before, strict=True):
+        assert p.equal(old + 0.5)
 
 
 def test_a_tensor_larger_than_a_chunk_goes_in_several(monkeypatch):
     monkeypatch.setattr("lightning_ddp.encoding.mean.CHUNK_NUMEL", 7)
-    check(
-        {"name": "post_local_sgd", "start_step": 0, "period": 1}, 3, lambda step, x: average(x), num_steps=3
-    )
+    check(EVERY_STEP, 3, lambda step, x: average(x), num_steps=3)
 
 
 @both_sizes
@@ -335,9 +316,7 @@ def test_running_statistics_are_those_of_all_data(world_size):
         layer.running_var.copy_(data[rank].var(0, correction=0))
         layer.num_batches_tracked.fill_(10 + rank)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        averager = build_averager(
-            {"name": "post_local_sgd", "start_step": 0, "period": 1}, module, [optimizer], group
-        )
+        averager = build_averager(EVERY_STEP, module, [optimizer], group)
         averager.step(optimizer)
         return layer.running_mean, layer.running_var, layer.num_batches_tracked.item(), layer.other.item()
 
@@ -384,48 +363,21 @@ def test_optimizer_state_is_kept_averaged_or_reset(policy):
 # ---------------------------------------------------------------- steps
 
 
-def test_two_optimizers_are_counted_and_averaged_each_by_itself():
-    """An even period and turns: with one common count, one of the two would never be averaged."""
-
-    def rank_main(rank, world_size, group):
-        module = nn.ModuleDict({"g": Given(SHAPES), "d": Given(SHAPES)})
-        optimizers = [torch.optim.SGD(module[k].parameters(), lr=1.0) for k in ("g", "d")]
-        spec = {"name": "post_local_sgd", "start_step": 0, "period": 2}
-        averager = build_averager(spec, module, optimizers, group)
-        spread = []
-        for _ in range(2):
-            for key, optimizer in zip(("g", "d"), optimizers, strict=True):
-                for p in module[key].parameters():
-                    p.grad = torch.full_like(p, float(rank))
-                optimizer.step()
-                averager.step(optimizer)
-                spread.append((module["g"].bias[0].item(), module["d"].bias[0].item()))
-        return spread
-
-    first, second = run_threads(rank_main, 2)
-    assert first == [(0, 0), (0, 0), (-1, 0), (-1, -1)]
-    assert second == [(-1, 0), (-1, -1), (-1, -1), (-1, -1)]
-
-
-def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase():
-    def rank_main(rank, world_size, group):
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        spec = {"name": "post_local_sgd", "start_step": 2, "period": 3}
-        averager = build_averager(spec, module, [optimizer], group)
-        phases = []
-        for was_skipped in (False, True, True, False):
-            phases.append(averager.averages_gradients)
-            averager.step(optimizer, was_skipped=was_skipped)
+@on_ranks(2)
+def test_skipped_steps_do_not_count_in_the_warm_up_and_do_in_the_local_phase(rank, group):
+    spec = {"name": "post_local_sgd", "start_step": 2, "period": 3}
+    module, optimizer, averager = built(spec, group)
+    phases = []
+    for was_skipped in (False, True, True, False):
         phases.append(averager.averages_gradients)
-        with torch.no_grad():
-            module.bias.fill_(rank)
-        for step in range(3):
-            assert module.bias[0] == rank
-            averager.step(optimizer, was_skipped=rank == 1 and step == 1)  # the ranks skip differently
-        return phases, module.bias[0].item()
-
-    assert run_threads(rank_main, 2) == [([True, True, True, True, False], 0.5)] * 2
+        averager.step(optimizer, was_skipped=was_skipped)
+    phases.append(averager.averages_gradients)
+    with torch.no_grad():
+        module.bias.fill_(rank)
+    for step in range(3):
+        assert module.bias[0] == rank
+        averager.step(optimizer, was_skipped=rank == 1 and step == 1)  # the ranks skip differently
+    assert (phases, module.bias[0].item()) == ([True, True, True, True, False], 0.5)
 
 
 def test_agreement_averages_what_has_diverged_and_nothing_else():
@@ -460,20 +412,16 @@ def test_agreement_averages_what_has_diverged_and_nothing_else():
     ],
     ids=str,
 )
-def test_bytes_sent_as_part_of_averaged_gradients(spec, limit):
+@on_ranks(2)
+def test_bytes_sent_as_part_of_averaged_gradients(group, spec, limit):
     shapes = {"w": (200, 200), "b": (200,), "v": (200, 100), "c": (50,)}
     numel = 200 * 200 + 200 + 200 * 100 + 50
 
-    def rank_main(rank, world_size, group):
-        module = Given(shapes)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-        averager = build_averager(spec, module, [optimizer], group)
-        for _ in range(200):
-            averager.step(optimizer)
-        return averager.channel.num_bytes_sent
-
-    for sent in run_threads(rank_main, 2):
-        assert 0.5 * limit < sent / (200 * 4 * numel) <= limit
+    _, optimizer, averager = built(spec, group, shapes, lr=0.0)
+    for _ in range(200):
+        averager.step(optimizer)
+    sent = averager.channel.num_bytes_sent
+    assert 0.5 * limit < sent / (200 * 4 * numel) <= limit
 
 
 # ---------------------------------------------------------------- resume
@@ -490,58 +438,46 @@ ALL = [
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 6])
 @pytest.mark.parametrize("spec", ALL, ids=str)
-def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, stop):
-    def rank_main(rank, world_size, group):
-        def start():
-            module = Given(SHAPES)
-            optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
-            return module, optimizer, build_averager(spec, module, [optimizer], group)
+@on_ranks(2)
+def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(rank, world_size, group, spec, stop):
+    def go_on(run, steps):
+        module, optimizer, averager = run
+        for step in steps:
+            take_step(module, optimizer, averager, local_grads(rank, step), world_size, step, local_grads)
 
-        def go_on(run, steps):
-            module, optimizer, averager = run
-            for step in steps:
-                take_step(module, optimizer, averager, local_grads(rank, step), world_size, step, local_grads)
-
-        first = start()
-        go_on(first, range(stop))
-        first[2].agree()
-        saved = [{k: v.clone() for k, v in first[0].state_dict().items()}, first[1].state_dict()]
-        saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
-        saved.append(first[2].state_dict())
-        go_on(first, range(stop, 14))
-        second = start()
-        second[0].load_state_dict(saved[0])
-        second[1].load_state_dict(saved[1])
-        assert second[2].load_state_dict(saved[2]) == []
-        go_on(second, range(stop, 14))
-        return [a.equal(b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)], any(
-            p.any() for p in second[0].parameters()
-        )
-
-    assert run_threads(rank_main, 2) == [([True] * 3, True)] * 2
+    first = built(spec, group, momentum=0.9)
+    go_on(first, range(stop))
+    first[2].agree()
+    saved = [{k: v.clone() for k, v in first[0].state_dict().items()}, first[1].state_dict()]
+    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
+    saved.append(first[2].state_dict())
+    go_on(first, range(stop, 14))
+    second = built(spec, group, momentum=0.9)
+    second[0].load_state_dict(saved[0])
+    second[1].load_state_dict(saved[1])
+    assert second[2].load_state_dict(saved[2]) == []
+    go_on(second, range(stop, 14))
+    assert (
+        [a.equal(b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)],
+        any(p.any() for p in second[0].parameters()),
+    ) == ([True] * 3, True)
 
 
-def test_loading_says_what_it_cannot_keep():
-    def rank_main(rank, world_size, group):
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-        slowmo = build_averager("slowmo", module, [optimizer], group)
-        diloco = build_averager("diloco", module, [optimizer], group)
-        state = slowmo.state_dict()
-        notes = diloco.load_state_dict(state)
-        del state["outer"]["bias"]
-        notes += slowmo.load_state_dict(state | {"options": {"period": 5}, "steps": [(1, 1), (2, 2)]})
-        with pytest.raises(ConfigurationError, match="has format 7, but this release reads 1"):
-            slowmo.load_state_dict(state | {"format": 7})
-        return notes
-
-    assert run_threads(rank_main, 1) == [
-        [
-            "state of averager 'slowmo' was dropped, because the run uses 'diloco'",
-            "step counts of averager 'slowmo' were reset: 2 optimizers were saved, but the run has 1",
-            "averager 'slowmo' was saved with other options: {'period': 5}",
-            "outer state of averager 'slowmo' starts from scratch for bias",
-        ]
+@on_ranks(1)
+def test_loading_says_what_it_cannot_keep(group):
+    _, _, slowmo = built("slowmo", group)
+    _, _, diloco = built("diloco", group)
+    state = slowmo.state_dict()
+    notes = diloco.load_state_dict(state)
+    del state["outer"]["bias"]
+    notes += slowmo.load_state_dict(state | {"options": {"period": 5}, "steps": [(1, 1), (2, 2)]})
+    with pytest.raises(ConfigurationError, match="has format 7, but this release reads 1"):
+        slowmo.load_state_dict(state | {"format": 7})
+    assert notes == [
+        "state of averager 'slowmo' was dropped, because the run uses 'diloco'",
+        "step counts of averager 'slowmo' were reset: 2 optimizers were saved, but the run has 1",
+        "averager 'slowmo' was saved with other options: {'period': 5}",
+        "outer state of averager 'slowmo' starts from scratch for bias",
     ]
 
 
@@ -570,16 +506,11 @@ def test_a_specification_that_cannot_be_used_says_why(spec, message):
         parse_averager(spec)
 
 
-def test_groups_that_do_not_fit_the_ranks_are_refused():
-    def rank_main(rank, world_size, group):
-        module = Given(SHAPES)
-        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-        for periods in ({2: 2}, {2: 2, 4: 3}):
-            spec = {"name": "hierarchical_sgd", "periods": periods}
-            with pytest.raises(ConfigurationError, match=r"with 3 ranks: the last group must have all"):
-                build_averager(spec, module, [optimizer], group)
-
-    run_threads(rank_main, 3)
+@on_ranks(3)
+def test_groups_that_do_not_fit_the_ranks_are_refused(group):
+    for periods in ({2: 2}, {2: 2, 4: 3}):
+        with pytest.raises(ConfigurationError, match=r"with 3 ranks: the last group must have all"):
+            built({"name": "hierarchical_sgd", "periods": periods}, group)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim scripts functions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_threads, run_threads_outcomes
+from harness import on_ranks, run_threads, run_threads_outcomes
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -59,29 +59,25 @@ MEAN = [1.5, 3.0]  # of 1 and 2 for the first layer, of 2 and 4 for the second
     ids=["None", "text", "empty", "number", "object"],
 )
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
-def test_a_loss_that_is_no_output_is_averaged_all_the_same(answer, options) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(answer), process_group=group, **options)
-        seen = []
-        for _ in range(3):
-            model.zero_grad()
-            model(x_of(rank))
-            model.module.loss.backward()
-            seen.append(grads(model))
-        return seen
-
-    assert run_threads(rank_main, 2) == [[MEAN] * 3] * 2
-
-
-def test_a_forward_without_a_backward_is_followed_by_clean_steps() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(lambda loss: None), process_group=group)
-        for _ in range(3):
-            model(x_of(rank))  # nothing to go back from
+@on_ranks(2)
+def test_a_loss_that_is_no_output_is_averaged_all_the_same(rank, group, answer, options) -> None:
+    model = BucketedDDP(Returns(answer), process_group=group, **options)
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        model(x_of(rank))
         model.module.loss.backward()
-        return grads(model)
+        seen.append(grads(model))
+    assert seen == [MEAN] * 3
 
-    assert run_threads(rank_main, 2) == [MEAN] * 2
+
+@on_ranks(2)
+def test_a_forward_without_a_backward_is_followed_by_clean_steps(rank, group) -> None:
+    model = BucketedDDP(Returns(lambda loss: None), process_group=group)
+    for _ in range(3):
+        model(x_of(rank))  # nothing to go back from
+    model.module.loss.backward()
+    assert grads(model) == MEAN
 
 
 @pytest.mark.parametrize("answer", [lambda loss: None, Holder], ids=["nothing", "object"])
@@ -107,74 +103,81 @@ def test_a_search_that_finds_no_tensor_does_not_lose_gradients_in_silence(answer
 # ---------------------------------------------------------------- communication hooks
 
 
+def raises(bucket: Any) -> Any:
+    raise ZeroDivisionError("no norm")
+
+
 def done(value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
+    (future.set_exception if isinstance(value, Exception) else future.set_result)(value)
     return future
 
 
-HOOKS = {
-    "raises": (lambda flat: 1 / 0, "raised ZeroDivisionError: division by zero"),
+HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "raises": (raises, r"'raises' raised ZeroDivisionError: no norm"),
     "returns_nothing": (
-        lambda flat: None,
-        r"returned NoneType: callback must return a torch\.futures\.Future",
+        lambda bucket: None,
+        r"'returns_nothing' returned NoneType: callback must return a torch\.futures\.Future",
     ),
-    "returns_the_tensor": (lambda flat: flat, "returned (Tensor|Parameter).*make one of the flat gradient"),
+    "returns_the_tensor": (
+        lambda bucket: bucket.buffer(),
+        r"'returns_the_tensor' returned (Tensor|Parameter).*make one of the flat gradient",
+    ),
     "gives_a_short_tensor": (
-        lambda flat: done(flat[:1]),
-        r"gave shape \[1\].*expected \[2\] of torch\.float32",
+        lambda bucket: done(bucket.buffer()[:1]),
+        r"'gives_a_short_tensor' gave shape \[1\].*expected \[2\] of torch\.float32",
     ),
     "gives_another_dtype": (
-        lambda flat: done(flat.double()),
-        r"gave shape \[2\] of torch\.float64; expected \[2\]",
+        lambda bucket: done(bucket.buffer().double()),
+        r"'gives_another_dtype' gave shape \[2\] of torch\.float64; expected \[2\]",
     ),
-    "gives_text": (lambda flat: done("reduced"), "gave str; expected the flat gradient"),
-    "gives_two": (lambda flat: done([flat, flat]), "gave list; expected the flat gradient"),
-    "fails_later": (lambda flat: done(ValueError("lost on the way")), "failed: .*lost on the way"),
+    "gives_text": (lambda bucket: done("reduced"), r"'gives_text' gave str; expected the flat gradient"),
+    "gives_two": (
+        lambda bucket: done([bucket.buffer(), bucket.buffer()]),
+        r"'gives_two' gave list; expected the flat gradient",
+    ),
+    "fails_later": (
+        lambda bucket: done(ValueError("lost on the way")),
+        r"'fails_later' failed: .*lost on the way",
+    ),
 }
-"""What a hook of that name makes of a bucket's tensor, and what the error says."""
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_broken_hook_is_named_on_every_rank_and_step(name) -> None:
-    answer, message = HOOKS[name]
+@on_ranks(2)
+def test_a_broken_hook_is_named_on_every_rank_and_step(rank, group, name) -> None:
+    act, message = HOOKS[name]
 
     def hook(state: Any, bucket: Any) -> Any:
-        return answer(bucket.buffer())
+        return act(bucket)
 
-    hook.__name__ = hook.__qualname__ = name
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
-        model.register_comm_hook(None, hook)
-        for step in range(2):
-            loss = model(x_of(rank))
-            where = rf"(?s)^rank {rank}, step {step}: communication hook .*'{name}' "
-            with pytest.raises(CommHookError, match=rf"{where}{message}.*parameters 'two\.weight'"):
-                loss.backward()
-
-    run_threads(rank_main, 2)
+    hook.__qualname__ = name
+    model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
+    model.register_comm_hook(None, hook)
+    for step in range(2):
+        loss = model(x_of(rank))
+        where = rf"(?s)^rank {rank}, step {step}: communication hook .*{message}.*parameters 'two\.weight'"
+        with pytest.raises(CommHookError, match=where):
+            loss.backward()
 
 
-def test_a_hook_that_recovers_reduces_the_next_step() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
-        broken = [True]
+@on_ranks(2)
+def test_a_hook_that_recovers_reduces_the_next_step(rank, group) -> None:
+    model = BucketedDDP(Returns(), process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
+    broken = [True]
 
-        def hook(state: Any, bucket: Any) -> Any:
-            if broken[0] and bucket.is_last():
-                raise ZeroDivisionError("no norm")
-            return group.allreduce([bucket.buffer().div_(2)]).get_future()
+    def hook(state: Any, bucket: Any) -> Any:
+        if broken[0] and bucket.is_last():
+            raise ZeroDivisionError("no norm")
+        return group.allreduce([bucket.buffer().div_(2)]).get_future()
 
-        model.register_comm_hook(None, hook)
-        with pytest.raises(CommHookError, match="no norm"):
-            model(x_of(rank)).backward()
-        broken[0] = False
-        model.zero_grad()
+    model.register_comm_hook(None, hook)
+    with pytest.raises(CommHookError, match="no norm"):
         model(x_of(rank)).backward()
-        return grads(model)
-
-    assert run_threads(rank_main, 2) == [MEAN] * 2
+    broken[0] = False
+    model.zero_grad()
+    model(x_of(rank)).backward()
+    assert grads(model) == MEAN
 
 
 # ---------------------------------------------------------------- models and arguments that differ
@@ -208,6 +211,7 @@ DIFFERENT_OPTIONS = [
     ("bucket_cap_mb", (25, ONE_BUCKET_EACH_MB)),  # other plans would pair gradients of different parameters
     ("bucket_cap_mb_list", ([25], [ONE_BUCKET_EACH_MB])),
     ("skip_all_reduce_unused_params", (False, True)),
+    ("transport", ("shared_memory", "gloo")),
 ]
 
 
@@ -246,4 +250,6 @@ def test_different_arguments_are_an_error_on_every_rank(name, values, odd) -> No
     def make(rank: int, group: Any) -> BucketedDDP:
         return BucketedDDP(Returns(), process_group=group, **common, **{name: values[rank == odd]})
 
-    named_on_every_rank(make, [f"{name} is {values[odd == 0]} on rank 0 and {values[odd != 0]} on rank"], odd)
+    named_on_every_rank(
+        make, [f"{name} is {values[odd == 0]!r} on rank 0 and {values[odd != 0]!r} on rank"], odd
+    )

@@ -1,4 +1,4 @@
-"""The bucket plan: pure, deterministic, within its caps."""
+"""The bucket plan: pure, deterministic, within its caps; small first buckets between hosts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import doctest
 
 import pytest
 import torch
+from harness import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp import layout
 from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.layout import BucketLayout, ParameterSpec, ReducerOptions, plan_buckets
+from lightning_ddp.ddp.layout import (
+    BucketLayout,
+    ParameterSpec,
+    ReducerOptions,
+    bucket_caps_bytes,
+    plan_buckets,
+)
+from lightning_ddp.ddp.reducer import Reducer
+from lightning_ddp.shm.hosts import Hosts
 from lightning_ddp.supervise import failure_record
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -66,12 +76,6 @@ def test_plan_holds_every_parameter_once_within_caps(specs, seed, caps) -> None:
         assert places == sorted(places)
 
 
-def test_a_parameter_above_the_cap_has_a_bucket_of_its_own() -> None:
-    specs = [ParameterSpec.of(torch.empty(n)) for n in [10, 1000, 10]]
-    plan = plan_buckets(specs, [0, 1, 2], caps_bytes=[100])
-    assert [bucket.indices for bucket in plan] == [(0,), (1,), (2,)]
-
-
 def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
     dense = torch.nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
     expanded = torch.nn.Parameter(torch.empty(6)[::2])
@@ -102,21 +106,69 @@ def test_buckets_start_at_multiples_of_512_bytes_of_one_memory_in_every_plan(dty
             assert bucket.flat.eq(index).all(), "they must not overlap"
 
 
-def test_a_hook_may_replace_the_buffer() -> None:
-    params = [torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))]
-    specs = [ParameterSpec.of(p) for p in params]
-    (plan,) = plan_buckets(specs, [0, 1], caps_bytes=[10**6])
-    bucket = Bucket(0, plan, torch.zeros(plan.numel), params, ["0", "1"], is_last=True)
-    base = torch.arange(10.0)
-    bucket.set_buffer(base[3:])
-    assert bucket.buffer().tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
-    assert [g.flatten().tolist() for g in bucket.gradients()] == [[3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
-    bucket.arm(2, [])
-    assert bucket.buffer() is bucket.flat
-
-
 def test_doctests() -> None:
     for module in (failure_record, layout):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0
+
+
+# ---------------------------------------------------------------- the first buckets between hosts
+
+KIB = 1024
+APART, TOGETHER = ((0,), (1,)), ((0, 1),)
+
+
+DEFAULT = ReducerOptions(caps_bytes=bucket_caps_bytes(None), are_caps_default=True)
+
+
+@pytest.mark.parametrize(
+    ("by_host", "options", "expected"),
+    [
+        (APART, DEFAULT, [128, 256, 512, 1664]),
+        (TOGETHER, DEFAULT, [1024, 1536]),
+        (APART, ReducerOptions(caps_bytes=bucket_caps_bytes(25)), [1024, 1536]),
+        (APART, ReducerOptions(caps_bytes=bucket_caps_bytes(None, [2])), [2048, 512]),
+    ],
+    ids=["several hosts", "one host", "a cap by the user", "caps by the user"],
+)
+@on_ranks(2)
+def test_buckets_between_hosts_start_small_by_default(rank, group, by_host, options, expected) -> None:
+    """Sizes in KiB of the buckets of 40 parameters of 64 KiB, after they were planned by a first backward."""
+    hosts = Hosts(rank=rank, by_host=by_host, pids=(1, 2), processors=(frozenset({0}),) * 2)
+    parameters = [nn.Parameter(torch.ones(16 * KIB)) for _ in range(40)]
+    reducer = Reducer(
+        parameters,
+        [str(i) for i in range(40)],
+        Group(group),
+        device=torch.device("cpu"),
+        token="first buckets",
+        options=options,
+        hosts=hosts if by_host == APART else None,
+    )
+    for _ in range(2):
+        loss = torch.stack([p.sum() for p in parameters]).sum()
+        reducer.rebuild()
+        reducer.arm(loss)
+        loss.backward()
+    assert [bucket.flat.nbytes // KIB for bucket in reducer.buckets] == expected
+
+
+@pytest.mark.parametrize(
+    ("processors", "is_spare"),
+    [
+        ([{0, 1}, {0, 1}], False),
+        ([{0, 1, 2, 3}, {0, 1, 2, 3}], True),
+        ([{0}, {1}], False),
+        ([{0, 1}, {2, 3}], True),
+        ([{0, 1}, {2}], False),
+    ],
+)
+def test_a_host_has_spare_processors_from_two_a_rank_on(processors, is_spare) -> None:
+    hosts = Hosts(
+        rank=0,
+        by_host=((0, 1), (2,)),
+        pids=(1, 2, 3),
+        processors=(*map(frozenset, processors), frozenset(range(99))),
+    )
+    assert hosts.has_spare_processor is is_spare

@@ -16,7 +16,7 @@ from types import FunctionType
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_threads, store_elsewhere, toy_backend
+from harness import on_ranks, run_ranks, run_threads, store_elsewhere, toy_backend
 from harness.toy_backend import ToyGroup
 from test_collectives import CPU, KINDS, group_of, on_threads
 
@@ -167,81 +167,69 @@ def ended_by_its_deadline(call, group) -> CollectiveTimeoutError:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_never_comes_is_an_error_within_the_deadline(name) -> None:
-    over = threading.Event()
-
-    def rank_main(rank, world_size, process_group):
-        if rank == 1:
-            assert over.wait(20)
-            return
-        try:
-            error = ended_by_its_deadline(CALLS[name], Group(process_group))
-        finally:
-            over.set()
-        assert isinstance(error, RuntimeError)
-        assert isinstance(error, TimeoutError)
-        copy = pickle.loads(pickle.dumps(error))
-        assert (str(copy), copy.label, copy.rank) == (str(error), error.label, error.rank)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_rank_that_never_comes_is_an_error_within_the_deadline(rank, process_group, event, name) -> None:
+    if rank == 1:
+        assert event.wait(20)
+        return
+    try:
+        error = ended_by_its_deadline(CALLS[name], Group(process_group))
+    finally:
+        event.set()
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error, TimeoutError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.label, copy.rank) == (str(error), error.label, error.rank)
 
 
-def test_deadlines_hold_where_the_backend_is_somebody_elses() -> None:
-    over = threading.Event()
-
-    def rank_main(rank, world_size, process_group):
-        group = group_of("toy", process_group)
-        if rank == 1:
-            assert over.wait(20)
-            for _ in range(2):  # lets the threads of the toy end
-                comm.all_reduce(group, torch.ones(2))
-            return
-        try:
-            ended_by_its_deadline(CALLS["all_reduce"], group)
-            begin = partial(group.process_group.allreduce, [torch.ones(2)])
-            ended_by_its_deadline(lambda group, **k: comm.run(group, begin, **k), group)
-        finally:
-            over.set()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_deadlines_hold_where_the_backend_is_somebody_elses(rank, process_group, event) -> None:
+    group = group_of("toy", process_group)
+    if rank == 1:
+        assert event.wait(20)
+        for _ in range(2):  # lets the threads of the toy end
+            comm.all_reduce(group, torch.ones(2))
+        return
+    try:
+        ended_by_its_deadline(CALLS["all_reduce"], group)
+        begin = partial(group.process_group.allreduce, [torch.ones(2)])
+        ended_by_its_deadline(lambda group, **k: comm.run(group, begin, **k), group)
+    finally:
+        event.set()
 
 
-def test_a_failure_elsewhere_interrupts_every_wait_with_its_own_error() -> None:
-    over = threading.Event()
+@on_ranks(2)
+def test_a_failure_elsewhere_interrupts_every_wait_with_its_own_error(rank, process_group, event) -> None:
+    interrupt = Interrupt()
+    group = Group(process_group, interrupt)
+    if rank == 1:
+        assert event.wait(20)
+        comm.all_reduce(Group(process_group), torch.ones(1))
+        comm.run(group, lambda: process_group.send([torch.ones(1)], 0, 0), label="message")
+        return
+    barrier, message = (
+        comm.run(group, begin, label=label, wait=False)
+        for label, begin in {
+            "sum": lambda: process_group.allreduce([torch.ones(1)]),
+            "message": lambda: process_group.recv([torch.ones(1)], 1, 0),
+        }.items()
+    )
+    waits = [barrier.wait, message.wait, partial(comm.monitored_barrier, group, timeout=20)]
+    labels = []
 
-    def rank_main(rank, world_size, process_group):
-        interrupt = Interrupt()
-        group = Group(process_group, interrupt)
-        if rank == 1:
-            assert over.wait(20)
-            comm.all_reduce(Group(process_group), torch.ones(1))
-            comm.run(group, lambda: process_group.send([torch.ones(1)], 0, 0), label="message")
-            return
-        barrier, message = (
-            comm.run(group, begin, label=label, wait=False)
-            for label, begin in {
-                "sum": lambda: process_group.allreduce([torch.ones(1)]),
-                "message": lambda: process_group.recv([torch.ones(1)], 1, 0),
-            }.items()
-        )
-        waits = [barrier.wait, message.wait, partial(comm.monitored_barrier, group, timeout=20)]
-        labels = []
+    def fail() -> None:
+        wait_until_waiting(interrupt)
+        labels.append(interrupt.activity.label)
+        interrupt.set(RuntimeError("rank 7 failed"))
 
-        def fail() -> None:
-            wait_until_waiting(interrupt)
-            labels.append(interrupt.activity.label)
-            interrupt.set(RuntimeError("rank 7 failed"))
-
-        threading.Thread(target=fail).start()
-        for wait in waits:
-            with pytest.raises(RuntimeError, match=r"^rank 7 failed$"):
-                wait()
-        over.set()
-        interrupt.clear()  # so that nothing is left under way
-        barrier.wait()
-        assert labels == ["sum"], "what somebody is told who asks what the rank waits for"
-
-    run_threads(rank_main, 2)
+    threading.Thread(target=fail).start()
+    for wait in waits:
+        with pytest.raises(RuntimeError, match=r"^rank 7 failed$"):
+            wait()
+    event.set()
+    interrupt.clear()  # so that nothing is left under way
+    barrier.wait()
+    assert labels == ["sum"], "what somebody is told who asks what the rank waits for"
 
 
 def wait_until_waiting(interrupt) -> None:
@@ -250,23 +238,19 @@ def wait_until_waiting(interrupt) -> None:
         time.sleep(0.005)
 
 
-def test_a_peer_that_is_gone_is_an_error_with_the_name_of_the_collective() -> None:
-    broken = threading.Event()
-
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        if rank == 1:  # gloo breaks the connections of a collective that timed out
-            with with_timeout(process_group, timedelta(milliseconds=200)):
-                work = group.all_reduce(torch.ones(1))
-            with pytest.raises(RuntimeError, match="Timed out"):
-                work.wait()
-            broken.set()
-            return
-        assert broken.wait(20)
-        with pytest.raises(CollectiveError, match="rank 0 of 2: broadcast failed after"):
-            comm.broadcast(group, torch.ones(1), 1)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_peer_that_is_gone_is_an_error_with_the_name_of_the_collective(rank, process_group, event) -> None:
+    group = Group(process_group)
+    if rank == 1:  # gloo breaks the connections of a collective that timed out
+        with with_timeout(process_group, timedelta(milliseconds=200)):
+            work = group.all_reduce(torch.ones(1))
+        with pytest.raises(RuntimeError, match="Timed out"):
+            work.wait()
+        event.set()
+        return
+    assert event.wait(20)
+    with pytest.raises(CollectiveError, match="rank 0 of 2: broadcast failed after"):
+        comm.broadcast(group, torch.ones(1), 1)
 
 
 # ---------------------------------------------------------------------- barriers
@@ -345,32 +329,30 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up(is_under_way) -> None:
 # ---------------------------------------------------------------------- sub-groups
 
 
-def test_groups_of_a_list_and_of_neighbors() -> None:
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        some = comm.sub_group(group, [3, 1], CPU)
-        if rank in (1, 3):
-            assert some is not None
-            assert (some.size, some.rank) == (2, [3, 1].index(rank))
-            gathered = comm.all_gather(some, torch.tensor(rank)).tolist()
-            comm.monitored_barrier(some, timeout=timedelta(seconds=20))
-        else:
-            assert some is None
-            gathered = None
-            with pytest.raises(ConfigurationError, match="this rank is not in the group"):
-                comm.all_reduce(some, torch.ones(1))
-        part = comm.part_group(group, 3, CPU)
-        inside = comm.all_gather(part, torch.tensor(rank)).tolist()
-        nested = comm.sub_group(part, [part.size - 1, 0][: part.size], CPU)
-        last = None if nested is None else comm.all_gather(nested, torch.tensor(rank)).tolist()
-        return gathered, inside, last
-
-    assert run_threads(rank_main, 4) == [
+@on_ranks(4)
+def test_groups_of_a_list_and_of_neighbors(rank, process_group) -> None:
+    group = Group(process_group)
+    some = comm.sub_group(group, [3, 1], CPU)
+    if rank in (1, 3):
+        assert some is not None
+        assert (some.size, some.rank) == (2, [3, 1].index(rank))
+        gathered = comm.all_gather(some, torch.tensor(rank)).tolist()
+        comm.monitored_barrier(some, timeout=timedelta(seconds=20))
+    else:
+        assert some is None
+        gathered = None
+        with pytest.raises(ConfigurationError, match="this rank is not in the group"):
+            comm.all_reduce(some, torch.ones(1))
+    part = comm.part_group(group, 3, CPU)
+    inside = comm.all_gather(part, torch.tensor(rank)).tolist()
+    nested = comm.sub_group(part, [part.size - 1, 0][: part.size], CPU)
+    last = None if nested is None else comm.all_gather(nested, torch.tensor(rank)).tolist()
+    assert (gathered, inside, last) == [
         (None, [0, 1, 2], [2, 0]),
         ([3, 1], [0, 1, 2], None),
         (None, [0, 1, 2], [2, 0]),
         ([3, 1], [3], [3]),
-    ]
+    ][rank]
 
 
 def groups_that_torch_makes(rank, world_size, store):
@@ -426,16 +408,14 @@ REFUSED = {
 }
 
 
-def test_what_cannot_work_is_refused_before_anything_is_sent() -> None:
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        if rank == 0:  # alone: a call that communicated would hang, and the sum below be another one
-            for message, call in REFUSED.items():
-                with pytest.raises(ConfigurationError, match=message):
-                    call(group)
-        return comm.all_reduce(group, torch.ones(1)).item()
-
-    assert run_threads(rank_main, 2) == [2.0, 2.0]
+@on_ranks(2)
+def test_what_cannot_work_is_refused_before_anything_is_sent(rank, process_group) -> None:
+    group = Group(process_group)
+    if rank == 0:  # alone: a call that communicated would hang, and the sum below be another one
+        for message, call in REFUSED.items():
+            with pytest.raises(ConfigurationError, match=message):
+                call(group)
+    assert comm.all_reduce(group, torch.ones(1)).item() == 2.0
 
 
 # ---------------------------------------------------------------------- labels and spans

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_threads
+from harness import on_ranks, run_threads
 from harness.toy_backend import ToyGroup
 
 from lightning_ddp import comm
@@ -127,11 +127,6 @@ def test_mean_of_integers_is_written_back_as_integers_as_lightning_does() -> Non
     assert on_threads(check, 2, "gloo") == [[1, 4]] * 2  # 1.5 and 4.5, truncated
 
 
-def test_unknown_reduce_op_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match="reduce_op='median': expected avg, max, mean"):
-        comm.reduce_op("median")
-
-
 class CountingGroup(Group):
     """Notes the bytes of each collective that it starts."""
 
@@ -144,14 +139,12 @@ class CountingGroup(Group):
         return super().start(kind, tensors, begin, label=label)
 
 
-def test_coalesced_reduction_spends_one_collective_a_dtype() -> None:
-    def rank_main(rank, world_size, process_group):
-        group = CountingGroup(process_group)
-        tensors = [torch.full((2,), rank + 1.0), torch.full((3, 1), rank * 10.0), torch.tensor(rank)]
-        comm.all_reduce_coalesced(group, tensors, "sum")
-        return group.sizes, [t.flatten().tolist() for t in tensors]
-
-    assert run_threads(rank_main, 2) == [([20, 8], [[3.0, 3.0], [10.0] * 3, [1]])] * 2
+@on_ranks(2)
+def test_coalesced_reduction_spends_one_collective_a_dtype(rank, process_group) -> None:
+    group = CountingGroup(process_group)
+    tensors = [torch.full((2,), rank + 1.0), torch.full((3, 1), rank * 10.0), torch.tensor(rank)]
+    comm.all_reduce_coalesced(group, tensors, "sum")
+    assert (group.sizes, [t.flatten().tolist() for t in tensors]) == ([20, 8], [[3.0, 3.0], [10.0] * 3, [1]])
 
 
 @pytest.mark.parametrize("src", [0, 2])
@@ -168,29 +161,25 @@ def test_objects_of_any_size_are_broadcast_from_any_rank(src) -> None:
 
 
 @pytest.mark.parametrize(("size", "num_collectives"), [(900, 1), (1100, 2)])
+@on_ranks(2)
 def test_objects_of_different_sizes_are_gathered_and_small_ones_in_one_collective(
-    size, num_collectives
+    rank, process_group, size, num_collectives
 ) -> None:
-    def rank_main(rank, world_size, process_group):
-        group = CountingGroup(process_group)
-        assert comm.all_gather_objects(group, "x" * size * rank, CPU) == ["", "x" * size]
-        return len(group.sizes)
-
-    assert run_threads(rank_main, 2) == [num_collectives] * 2
+    group = CountingGroup(process_group)
+    assert comm.all_gather_objects(group, "x" * size * rank, CPU) == ["", "x" * size]
+    assert len(group.sizes) == num_collectives
 
 
-def test_all_gather_sends_gradients_back_to_their_rank_if_asked_to() -> None:
-    def rank_main(rank, world_size, process_group):
-        group, tensor = Group(process_group), torch.full((2,), rank + 1.0, requires_grad=True)
-        assert not comm.all_gather(group, tensor).requires_grad
-        gathered = comm.all_gather(group, tensor, sync_grads=True)
-        weights = torch.tensor([[1.0], [10.0]]) * (rank + 1)
-        (gathered * weights).sum().backward()
-        assert tensor.grad is not None
-        return gathered.tolist(), tensor.grad.tolist()
-
+@on_ranks(2)
+def test_all_gather_sends_gradients_back_to_their_rank_if_asked_to(rank, process_group) -> None:
+    group, tensor = Group(process_group), torch.full((2,), rank + 1.0, requires_grad=True)
+    assert not comm.all_gather(group, tensor).requires_grad
+    gathered = comm.all_gather(group, tensor, sync_grads=True)
+    weights = torch.tensor([[1.0], [10.0]]) * (rank + 1)
+    (gathered * weights).sum().backward()
+    assert tensor.grad is not None
     stacked = [[1.0, 1.0], [2.0, 2.0]]
-    assert run_threads(rank_main, 2) == [(stacked, [3.0, 3.0]), (stacked, [30.0, 30.0])]
+    assert (gathered.tolist(), tensor.grad.tolist()) == [(stacked, [3.0, 3.0]), (stacked, [30.0, 30.0])][rank]
 
 
 # ---------------------------------------------------------------------- containers of tensors
@@ -241,14 +230,12 @@ def test_containers_of_tensors_keep_their_structure(kind) -> None:
     assert on_threads(nested, 3, kind) == [{"only": 0}] * 3
 
 
-def test_nested_tensors_travel_in_chunks_and_not_in_the_pickle() -> None:
-    def rank_main(rank, world_size, process_group):
-        group = CountingGroup(process_group)
-        value = [torch.zeros(1000) for _ in range(5)] + [torch.zeros(1000, dtype=torch.int64)]
-        comm.broadcast_nested(group, value, 0, CPU, chunk_bytes=8000)
-        return group.sizes
-
-    assert run_threads(rank_main, 2) == [[4096, 8000, 8000, 4000, 8000]] * 2
+@on_ranks(2)
+def test_nested_tensors_travel_in_chunks_and_not_in_the_pickle(process_group) -> None:
+    group = CountingGroup(process_group)
+    value = [torch.zeros(1000) for _ in range(5)] + [torch.zeros(1000, dtype=torch.int64)]
+    comm.broadcast_nested(group, value, 0, CPU, chunk_bytes=8000)
+    assert group.sizes == [4096, 8000, 8000, 4000, 8000]
 
 
 def test_broadcast_coalesced_in_chunks_of_mixed_kinds() -> None:
@@ -272,21 +259,19 @@ def test_broadcast_coalesced_in_chunks_of_mixed_kinds() -> None:
     assert not torch.equal(results[1][0], torch.randn(100, generator=torch.Generator().manual_seed(0)))
 
 
-def test_buffer_sync_finds_reassigned_buffers_and_keeps_versions() -> None:
-    def rank_main(rank, world_size, process_group):
-        module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(2))
-        module[0].running_mean.fill_(rank + 1)
-        module[1].num_batches_tracked.fill_(rank + 5)
-        sync = Buffers(Group(process_group), module).copy
-        version = module[0].running_mean._version
-        sync()
-        assert module[0].running_mean._version == version
-        first = (module[0].running_mean.tolist(), int(module[1].num_batches_tracked))
-        module[0].running_mean = torch.full((3,), rank + 7.0)
-        sync()
-        return first, module[0].running_mean.tolist()
-
-    assert run_threads(rank_main, 2) == [(([1.0] * 3, 5), [7.0] * 3)] * 2
+@on_ranks(2)
+def test_buffer_sync_finds_reassigned_buffers_and_keeps_versions(rank, process_group) -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(2))
+    module[0].running_mean.fill_(rank + 1)
+    module[1].num_batches_tracked.fill_(rank + 5)
+    sync = Buffers(Group(process_group), module).copy
+    version = module[0].running_mean._version
+    sync()
+    assert module[0].running_mean._version == version
+    first = (module[0].running_mean.tolist(), int(module[1].num_batches_tracked))
+    module[0].running_mean = torch.full((3,), rank + 7.0)
+    sync()
+    assert (first, module[0].running_mean.tolist()) == (([1.0] * 3, 5), [7.0] * 3)
 
 
 # ---------------------------------------------------------------------- waits
@@ -349,15 +334,13 @@ def test_a_wait_calls_back_in_every_slice() -> None:
     assert waited[0] >= 0.05
 
 
-def test_a_wait_for_a_future_ends_with_its_value_or_its_error() -> None:
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        results: list[Any] = [torch.ones(2), ValueError("bad future")]
-        for result in results:
-            future: torch.futures.Future = torch.futures.Future()
-            is_error = isinstance(result, Exception)
-            threading.Timer(0.1, future.set_exception if is_error else future.set_result, [result]).start()
-            group.wait_done(future)
-            assert future.done()
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_a_wait_for_a_future_ends_with_its_value_or_its_error(process_group) -> None:
+    group = Group(process_group)
+    results: list[Any] = [torch.ones(2), ValueError("bad future")]
+    for result in results:
+        future: torch.futures.Future = torch.futures.Future()
+        is_error = isinstance(result, Exception)
+        threading.Timer(0.1, future.set_exception if is_error else future.set_result, [result]).start()
+        group.wait_done(future)
+        assert future.done()

@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from given_gradients import Run, random_grads
-from harness import ScriptResult, run_script, run_threads
+from harness import ScriptResult, on_ranks, run_script, run_threads
 from harness.communication_script import RESUMED, Network, loader
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -98,17 +98,15 @@ def test_arguments_are_checked_when_the_strategy_is_made(arguments, message):
         CustomDDPStrategy(**arguments)
 
 
-def test_momentum_is_not_applied_twice():
-    def rank_main(rank, world_size, group):
-        communication = Communication({"name": "topk", "momentum": 0.9})
-        run = Run(group, "noop")
-        run.model.reducer.set_hook(None, None)
-        communication.register(run.model, Group(group), CPU, node_size=1, loss_scale=lambda: 1.0)
-        optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1, momentum=0.9)
-        with pytest.raises(ConfigurationError, match="would both be applied"):
-            communication.start(run.module, [optimizer], Group(group))
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_momentum_is_not_applied_twice(group):
+    communication = Communication({"name": "topk", "momentum": 0.9})
+    run = Run(group, "noop")
+    run.model.reducer.set_hook(None, None)
+    communication.register(run.model, Group(group), CPU, node_size=1, loss_scale=lambda: 1.0)
+    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ConfigurationError, match="would both be applied"):
+        communication.start(run.module, [optimizer], Group(group))
 
 
 # ---------------------------------------------------------------- failures

@@ -81,21 +81,28 @@ def losses_of(rank: int, model: nn.Module, call: Any, num_steps: int) -> list[fl
     return losses
 
 
-def compiled_and_eager(rank, world_size, way, backend, options):
-    single_threaded()
-    num_graphs = [0]
-    if backend == "counts":
+class Counts:
+    """A compiler that counts the graphs that it compiles."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any, **keywords: Any) -> Any:
         from torch._dynamo.backends.debugging import aot_eager
 
-        def backend(graph: Any, inputs: Any, **keywords: Any) -> Any:
-            num_graphs[0] += 1
-            return aot_eager(graph, inputs, **keywords)
+        self.num_graphs += 1
+        return aot_eager(graph, inputs, **keywords)
 
+
+def compiled_and_eager(rank, world_size, way, backend, options):
+    single_threaded()
+    backend = Counts() if backend == "counts" else backend
     eager = BucketedDDP(net(), **options)
     expected = losses_of(rank, eager, eager, 5)
     model, call = WAYS[way](net(), options, backend)
     found = losses_of(rank, model, call, 5)
-    return expected, found, [p.detach().clone() for p in model.parameters()], num_graphs[0]
+    num_graphs = getattr(backend, "num_graphs", 0)
+    return expected, found, [p.detach().clone() for p in model.parameters()], num_graphs
 
 
 def assert_same_training(answers: list[Any]) -> list[int]:
@@ -122,16 +129,12 @@ def test_losses_are_those_of_eager_with_inductor() -> None:
     assert_same_training(run_ranks(compiled_and_eager, 2, "outside", "inductor", {}, timeout_s=180))
 
 
-def overlap(rank, world_size, way, wrap_name, options):
+def overlap(rank, world_size, way, options):
     """For each bucket: its parameters whose gradients were not there yet when it was launched."""
     single_threaded()
     module = net()
     names = [name for name, _ in module.named_parameters()]
-    if wrap_name == "torch":
-        model = DistributedDataParallel(module, **options)
-        call = torch.compile(model, backend="aot_eager")
-    else:
-        model, call = WAYS[way](module, options, "aot_eager")
+    model, call = WAYS[way](module, options, "aot_eager")
     arrived: list[str] = []
     for name, parameter in zip(names, module.parameters(), strict=True):
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
@@ -156,7 +159,7 @@ def overlap(rank, world_size, way, wrap_name, options):
 def test_buckets_are_launched_while_the_compiled_backward_still_runs(way) -> None:
     """The graph is split at the buckets, as torch's own DDPOptimizer does for its DDP."""
     options = {"bucket_cap_mb": ONE_LAYER_EACH_MB}
-    for still_missing in run_ranks(overlap, 2, way, "ours", options, timeout_s=120):
+    for still_missing in run_ranks(overlap, 2, way, options, timeout_s=120):
         assert len(still_missing) >= 3
         assert still_missing == sorted(still_missing, reverse=True)
         assert still_missing[0] >= 2 * (NUM_LAYERS - 2), "early buckets must not wait for the last layers"
@@ -165,21 +168,14 @@ def test_buckets_are_launched_while_the_compiled_backward_still_runs(way) -> Non
 
 def graphs_by_cap(rank, world_size, wrap_name, caps):
     single_threaded()
-    from torch._dynamo.backends.debugging import aot_eager
-
     counts = []
     for cap in caps:
         torch._dynamo.reset()
-        num_graphs = [0]
-
-        def backend(graph: Any, inputs: Any, num_graphs: Any = num_graphs, **keywords: Any) -> Any:
-            num_graphs[0] += 1
-            return aot_eager(graph, inputs, **keywords)
-
+        backend = Counts()
         wrap = DistributedDataParallel if wrap_name == "torch" else BucketedDDP
         call = torch.compile(wrap(net(), bucket_cap_mb=cap), backend=backend)
         call(x_of(rank, 0)).sum().backward()
-        counts.append(num_graphs[0])
+        counts.append(backend.num_graphs)
     return counts
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comparison import assert_all_as_torch, assert_as_torch, grads_of, state_of
-from harness import run_ranks, run_threads
-from models import Branches
+from comparison import assert_all_as_torch, grads_of, state_of
+from harness import on_ranks, run_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +20,6 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.ddp.gradients import find_tensors
 from lightning_ddp.errors import (
     BackwardOrderError,
-    ConfigurationError,
     MissingGradientError,
     UnsuitableModuleError,
 )
@@ -76,93 +74,31 @@ def test_gradients_do_not_depend_on_how_they_get_into_the_buckets() -> None:
         for width in (8, 256)
         for view in (True, False)
     ]
-    answers = assert_all_as_torch(with_options, 2, cases)
-    for width in (8, 256):
-        same = [answer[0] for (w, _), answer in zip(cases, answers, strict=True) if w == width]
-        for other in same[1:]:
-            assert all(torch.equal(other[-1][name], same[0][-1][name]) for name in same[0][-1])
-
-
-def bucket_bytes(rank, world_size, group, options):
-    model = BucketedDDP(net(256), process_group=group, **options)
-    sizes = []
-    for step in range(2):
-        output = model(x_of(rank, step))  # the second forward plans again
-        sizes.append([bucket.flat.nbytes for bucket in model.reducer.buckets])
-        output.sum().backward()
-    return sizes
+    assert_all_as_torch(with_options, 2, cases)
 
 
 @pytest.mark.parametrize(
-    ("options", "first", "rebuilt"),
+    ("caps_mb", "expected"),
     [
         # from the last to the first: three.bias 8, three.weight 2048, two.bias 1024, two.weight 262144,
         # one.bias 1024, one.weight 4096 bytes
-        ({"bucket_cap_mb_list": [2 / KIB, 3 / KIB, 1]}, [8, 3072, 267264], [8, 3072, 267264]),
-        ({"bucket_cap_mb_list": [1]}, [270344], [270344]),
-        ({"bucket_cap_mb_list": [4 / KIB, 1 / KIB]}, [3080, 262144, 1024, 4096], [3080, 262144, 1024, 4096]),
+        ([2 / KIB, 3 / KIB, 1], [8, 3072, 267264]),
+        ([1], [270344]),
+        ([4 / KIB, 1 / KIB], [3080, 262144, 1024, 4096]),
     ],
 )
+@on_ranks(2)
 def test_bucket_cap_mb_list_caps_the_first_bucket_the_second_and_all_that_follow(
-    options, first, rebuilt
+    rank, group, caps_mb, expected
 ) -> None:
-    for sizes in run_threads(bucket_bytes, 2, options):
-        assert [sum(size) for size in sizes] == [270344] * 2
-        assert sizes == [first, rebuilt]
-
-
-def test_caps_that_are_no_sizes_are_named() -> None:
-    def rank_main(rank, world_size, group):
-        with pytest.raises(ConfigurationError, match=r"bucket_cap_mb_list=\[1, 0\]: expected sizes in MiB"):
-            BucketedDDP(net(), process_group=group, bucket_cap_mb_list=[1, 0])
-        with pytest.raises(ConfigurationError, match="skip_all_reduce_unused_params=True needs find_unused"):
-            BucketedDDP(net(), process_group=group, skip_all_reduce_unused_params=True)
-
-    run_threads(rank_main, 1)
-
-
-# ---------------------------------------------------------------- unused buckets
-
-
-@pytest.mark.parametrize(("skips", "expected"), [(True, [3, 1, 2, 3]), (False, [3, 3, 3, 3])])
-def test_buckets_of_which_nothing_was_used_are_not_reduced(skips, expected) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            Branches(),
-            process_group=group,
-            bucket_cap_mb=1e-6,
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=skips,
-        )
-        seen, reduced = [], []
-        for use in ("abc", "a", "bc", "abc"):
-            model.zero_grad()
-            model(torch.full((1, 3), rank + 1.0), use).backward()
-            seen.append("".join(n for n in "abc" if getattr(model.module, n).weight.grad is not None))
-            for p in model.module.parameters():
-                assert p.grad is None or p.grad.unique().item() == 1.5
-            reduced.append(model._get_ddp_logging_data()["num_buckets_reduced"])
-        return seen, reduced
-
-    assert run_threads(rank_main, 2) == [(["abc", "a", "bc", "abc"], expected)] * 2
+    model = BucketedDDP(net(256), process_group=group, bucket_cap_mb_list=caps_mb)
+    for step in range(2):
+        output = model(x_of(rank, step))  # the second forward plans again
+        assert [bucket.flat.nbytes for bucket in model.reducer.buckets] == expected
+        output.sum().backward()
 
 
 # ---------------------------------------------------------------- groups
-
-
-def with_mesh(rank, world_size, wrap):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    model = wrap(net(), device_mesh=mesh)
-    assert model.device_mesh is mesh
-    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh"):
-        wrap(net(), device_mesh=mesh, process_group=dist.group.WORLD)
-    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
-        wrap(net(), device_mesh=dist.device_mesh.init_device_mesh("cpu", (world_size, 1)))
-    return train(model, rank)
-
-
-def test_the_ranks_of_a_device_mesh() -> None:
-    assert_as_torch(with_mesh, 2)
 
 
 def goes_on_with_fewer(rank, world_size, wrap, with_hook):
@@ -207,63 +143,40 @@ def test_after_a_rank_was_lost_the_others_average_over_fewer() -> None:
 # ---------------------------------------------------------------- functional_call, replaced parameters
 
 
-def functional(rank, world_size, wrap, names):
-    module = net()
-    model = wrap(module)
-    own = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n in names}
-    seen: list[Any] = []
-    for step in range(2):
-        module.zero_grad()
-        # the output of a call with all parameters replaced leads to none of the wrapper's
-        torch.func.functional_call(model, own, (x_of(rank, step),)).square().sum().backward()
-        seen.append([own[name].grad.clone() for name in own])
-        seen.append([p.grad is None for p in module.parameters()])
-        module.zero_grad()
-        model(x_of(rank, 10 + step)).square().sum().backward()
-        seen.append(grads_of(module))
-    return seen
-
-
-def test_functional_call_leaves_the_replacements_gradients_local_and_later_steps_alone() -> None:
-    names = [f"module.{name}" for name, _ in net().named_parameters()]
-    answer = assert_as_torch(functional, 2, names)
-    local = [seen[0][0] for seen in answer]
-    assert not torch.equal(local[0], local[1])
-    assert answer[0][1] == [True] * 6
-
-
-def partly_functional(rank, world_size):
+def functional(rank, world_size):
     module = net()
     model = BucketedDDP(module)
-    own = {"module.two.weight": module.two.weight.detach().clone().requires_grad_()}
-    torch.func.functional_call(model, own, (x_of(rank),)).square().sum().backward()
-    partly = grads_of(module)
-    alone = own["module.two.weight"].grad.clone()
+    seen: list[Any] = []
+    for names in (dict(model.named_parameters()), ["module.two.weight"]):
+        own = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in names}
+        module.zero_grad()
+        torch.func.functional_call(model, own, (x_of(rank),)).square().sum().backward()
+        seen.append((own["module.two.weight"].grad.clone(), grads_of(module)))
     module.zero_grad()
     model(x_of(rank)).square().sum().backward()
-    return partly, grads_of(module), alone, module.two.weight.grad
+    return seen, grads_of(module)
 
 
-def test_a_part_of_the_parameters_may_be_replaced_for_a_forward() -> None:
-    answers = run_ranks(partly_functional, 2)
-    for partly, whole, _, _ in answers:
-        assert partly.pop("two.weight").dtype is torch.bool, "it stands for no gradient"
+def test_all_or_a_part_of_the_parameters_may_be_replaced_for_a_forward() -> None:
+    answers = run_ranks(functional, 2)
+    for ((_, none), (_, partly)), whole in answers:
+        assert {grad.dtype for grad in none.values()} == {torch.bool}, "it stands for no gradient"
+        assert partly.pop("two.weight").dtype is torch.bool
         assert all(torch.equal(partly[name], whole[name]) for name in partly)
-    torch.testing.assert_close((answers[0][2] + answers[1][2]) / 2, answers[0][3], rtol=0, atol=0)
+    (first, whole), (second, _) = answers
+    for (mine, _), (other, _) in zip(first, second, strict=True):  # the replacements' gradients stay local
+        torch.testing.assert_close((mine + other) / 2, whole["two.weight"], rtol=0, atol=0)
+        assert not torch.equal(mine, other)
 
 
-def test_a_parameter_that_is_replaced_for_good_is_named() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group)
-        model(x_of(rank)).sum().backward()
-        model.module.two.weight = nn.Parameter(torch.zeros(8, 8))
-        loss = model(x_of(rank)).sum()
-        with pytest.raises(
-            UnsuitableModuleError, match=r"replaced after the module was wrapped.*two\.weight"
-        ):
-            loss.backward()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_parameter_that_is_replaced_for_good_is_named(rank, group) -> None:
+    model = BucketedDDP(net(), process_group=group)
+    model(x_of(rank)).sum().backward()
+    model.module.two.weight = nn.Parameter(torch.zeros(8, 8))
+    loss = model(x_of(rank)).sum()
+    with pytest.raises(UnsuitableModuleError, match=r"replaced after the module was wrapped.*two\.weight"):
+        loss.backward()
 
 
 def moved(rank, world_size, wrap):
@@ -285,7 +198,7 @@ def moved(rank, world_size, wrap):
 
 
 def test_a_parameter_that_moves_within_the_module_is_still_averaged() -> None:
-    assert_as_torch(moved, 2)
+    assert_all_as_torch(moved, 2, [()])
 
 
 # ---------------------------------------------------------------- second derivatives, teardown, static graphs
@@ -331,21 +244,21 @@ class Reentrant(nn.Module):
     ],
     ids=["more", "fewer"],
 )
-def test_a_static_graph_that_changed_is_refused_again_at_the_next_forward(num_calls, kind, message) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Reentrant(), process_group=group, static_graph=True)
+@on_ranks(2)
+def test_a_static_graph_that_changed_is_refused_again_at_the_next_forward(
+    rank, group, num_calls, kind, message
+) -> None:
+    model = BucketedDDP(Reentrant(), process_group=group, static_graph=True)
+    for _ in range(2):
+        model(x_of(rank)).backward()
+    model.module.num_calls = num_calls
+    loss = model(x_of(rank))
+    with pytest.raises(kind, match=message):
+        loss.backward()
+    if num_calls == 3:
         for _ in range(2):
-            model(x_of(rank)).backward()
-        model.module.num_calls = num_calls
-        loss = model(x_of(rank))
-        with pytest.raises(kind, match=message):
-            loss.backward()
-        if num_calls == 3:
-            for _ in range(2):
-                with pytest.raises(BackwardOrderError, match=r"(?s)Expected to have finished.*" + message):
-                    model(x_of(rank))
-
-    run_threads(rank_main, 2)
+            with pytest.raises(BackwardOrderError, match=r"(?s)Expected to have finished.*" + message):
+                model(x_of(rank))
 
 
 # ---------------------------------------------------------------- the search for outputs
@@ -376,11 +289,9 @@ torch.utils._pytree.register_pytree_node(
 )
 
 NESTINGS = {
-    "dataclass": lambda loss: Outputs(loss, {"text": "x"}),
-    "dataclass deep": lambda loss: [Outputs(torch.zeros(()), {"k": (loss, None)})],
+    "dataclass": lambda loss: [Outputs(torch.zeros(()), {"k": (loss, None)})],
     "namedtuple": lambda loss: Pair("x", {"k": [loss]}),
-    "pytree": lambda loss: Registered(loss, 3),
-    "pytree deep": lambda loss: {"k": Registered(torch.zeros(()), Pair(loss, Outputs(loss, {})))},
+    "pytree": lambda loss: {"k": Registered(torch.zeros(()), Pair(loss, Outputs(loss, {})))},
 }
 
 

@@ -91,13 +91,11 @@ def compare_on_nccl(rank: int, world_size: int, options: dict[str, Any]) -> list
         return differing(ours, train(DistributedDataParallel, rank, group, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"is_scaled": True}]
+)
 def test_one_rank_with_nccl_equals_torch(options):
     assert run_ranks(compare_on_nccl, 1, options) == [[]]
-
-
-def test_one_rank_with_grad_scaler_equals_torch():
-    assert run_ranks(compare_on_nccl, 1, {"is_scaled": True}) == [[]]
 
 
 def compare_on_gloo(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_all_as_torch, grads_of, state_of
-from harness import run_threads
+from harness import on_ranks
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -51,13 +51,9 @@ def steps_of(rank: int, wrap: Any, module: nn.Module, options: dict[str, Any], n
 class SparseText(nn.Module):
     """A sparse embedding, alone or in bags, and a dense head."""
 
-    def __init__(self, kind: str = "embedding", skip: tuple[int, ...] = ()) -> None:
+    def __init__(self, kind: type[nn.Module] = nn.Embedding) -> None:
         super().__init__()
-        self.rows = (
-            nn.Embedding(NUM_ROWS, 3, sparse=True)
-            if kind == "embedding"
-            else nn.EmbeddingBag(NUM_ROWS, 3, sparse=True)
-        )
+        self.rows = kind(NUM_ROWS, 3, sparse=True)
         self.head = nn.Linear(3, 1)
 
     @staticmethod
@@ -78,7 +74,7 @@ def sparse_steps(rank, world_size, wrap, kind, options):
 def test_sparse_embeddings_that_use_other_rows_on_each_rank(world_size) -> None:
     # at 3 ranks sums are rounded in another order than torch's
     rtol = 0.0 if world_size == 2 else 1e-5
-    cases = [(kind, options) for kind in ("embedding", "bag") for options in LAYOUTS]
+    cases = [(kind, options) for kind in (nn.Embedding, nn.EmbeddingBag) for options in LAYOUTS]
     for by_rank in assert_all_as_torch(sparse_steps, world_size, cases, rtol=rtol, atol=rtol):
         for grads, _ in by_rank:
             assert all("rows.weight (sparse)" in step for step in grads), "it must stay sparse"
@@ -93,9 +89,9 @@ def sparse_accumulation(rank, world_size, wrap, options):
         with model.no_sync():
             for micro in range(2):
                 model(module.inputs(rank, 10 * step + micro)).backward()
-        local = grads_of(module)
+        seen.append(grads_of(module))
         model(module.inputs(rank, 10 * step + 9)).backward()
-        seen += [local, grads_of(module)]
+        seen.append(grads_of(module))
     return seen
 
 
@@ -115,23 +111,23 @@ class TwoTables(nn.Module):
         return sum(getattr(self, name)(torch.tensor([row])).sum() * 2 for name in use.split())
 
 
-def test_a_sparse_parameter_that_one_rank_alone_used() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
-        seen = []
-        for uses in (("left right", "left"), ("left", "left"), ("left", "left right")):
-            model.zero_grad()
-            model(rank, uses[rank]).backward()
-            grads = [model.module.left.weight.grad, model.module.right.weight.grad]
-            seen.append([None if g is None else g.to_dense().flatten().tolist() for g in grads])
-        return seen
+@on_ranks(2)
+def test_a_sparse_parameter_that_one_rank_alone_used(rank, group) -> None:
 
     left = [1.0, 1.0, 0.0, 0.0]
     expected = [[left, [1.0, 0.0, 0.0, 0.0]], [left, None], [left, [0.0, 1.0, 0.0, 0.0]]]
-    assert run_threads(rank_main, 2) == [expected] * 2
+    model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
+    seen = []
+    for uses in (("left right", "left"), ("left", "left"), ("left", "left right")):
+        model.zero_grad()
+        model(rank, uses[rank]).backward()
+        grads = [model.module.left.weight.grad, model.module.right.weight.grad]
+        seen.append([None if g is None else g.to_dense().flatten().tolist() for g in grads])
+    assert seen == expected
 
 
-def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank() -> None:
+@on_ranks(2)
+def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank(group) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,89 +136,42 @@ def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank() -> None
         def forward(self, tokens: Tensor) -> Tensor:
             return (self.rows(tokens) @ self.rows.weight.t()).sum()
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Tied(), process_group=group)
-        with pytest.raises(BackwardOrderError, match=r"'rows\.weight' has a dense gradient.*sparse=True"):
-            model(torch.tensor([[1, 2]])).backward()
-
-    run_threads(rank_main, 2)
+    model = BucketedDDP(Tied(), process_group=group)
+    with pytest.raises(BackwardOrderError, match=r"'rows\.weight' has a dense gradient.*sparse=True"):
+        model(torch.tensor([[1, 2]])).backward()
 
 
 # ---------------------------------------------------------------- complex, no elements, 16 bits
 
 
-class Complex(nn.Module):
-    """A complex matrix and a complex scalar before a real layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))
-        self.phase = nn.Parameter(torch.zeros((), dtype=torch.complex64))
-        self.head = nn.Linear(3, 2)
-
-    def inputs(self, rank: int, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        return torch.randn(2, 4, dtype=self.matrix.dtype, generator=generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head((x @ self.matrix.t() * self.phase).abs()).square().sum()
-
-
-class NoElements(nn.Module):
-    """Parameters of no elements in front, in the middle and at the end; one in a dtype of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty_first = nn.Parameter(torch.zeros(0))
-        self.one = nn.Linear(3, 3)
-        self.empty_middle = nn.Parameter(torch.zeros(0, 5))
-        self.two = nn.Linear(3, 1)
-        self.empty_double = nn.Parameter(torch.zeros(2, 0, dtype=torch.float64))
-
-    @staticmethod
-    def inputs(rank: int, step: int) -> Tensor:
-        return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        nothing = self.empty_first.sum() + self.empty_middle.sum() + self.empty_double.sum()
-        return self.two(self.one(x)).square().sum() + nothing
-
-
-class Half(nn.Module):
-    """All parameters in 16 bits."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 7, dtype=dtype)
-        self.two = nn.Linear(7, 3, dtype=dtype)
-
-    def inputs(self, rank: int, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        return torch.randn(5, 4, generator=generator).to(self.one.weight.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x))).square().sum()
-
-
 class AllKinds(nn.Module):
-    """One of each in one model, so that their buckets are launched among each other."""
+    """Gradients of each kind in one model, so that their buckets are launched among each other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.text = SparseText()
-        self.complex = Complex()
-        self.nothing = NoElements()
+        self.empty_first = nn.Parameter(torch.zeros(0))
+        self.matrix = nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.zeros((), dtype=torch.complex64))
+        self.single = nn.Linear(3, 2)
+        self.empty_middle = nn.Parameter(torch.zeros(0, 5))
         self.in_double = nn.Linear(3, 1, dtype=torch.float64)
-        self.in_half = Half(torch.float16)
-        self.in_bfloat = Half(torch.bfloat16)
+        self.in_half = nn.Sequential(*(nn.Linear(n, m, dtype=torch.float16) for n, m in ((3, 7), (7, 3))))
+        self.in_bfloat = nn.Sequential(*(nn.Linear(n, m, dtype=torch.bfloat16) for n, m in ((3, 7), (7, 3))))
+        self.empty_double = nn.Parameter(torch.zeros(2, 0, dtype=torch.float64))
 
-    def inputs(self, rank: int, step: int) -> dict[str, Tensor]:
-        parts = {name: getattr(self, name) for name in ("text", "complex", "nothing", "in_half", "in_bfloat")}
-        return {name: part.inputs(rank, step) for name, part in parts.items()}
+    def inputs(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        numbers = torch.randn(5, 4, dtype=torch.complex64, generator=generator)
+        return self.text.inputs(rank, step), numbers
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        parts = [getattr(self, name)(value).double() for name, value in inputs.items()]
-        return sum(parts) + self.in_double(inputs["nothing"].double()).sum()
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, numbers = inputs
+        x = (numbers @ self.matrix.t() * self.phase).abs()
+        layers = (self.single, self.in_double, self.in_half, self.in_bfloat)
+        outputs = [layer(x.to(next(layer.parameters()).dtype)) for layer in layers]
+        nothing = self.empty_first.sum() + self.empty_middle.sum() + self.empty_double.sum()
+        return sum(torch.tanh(y).double().square().sum() for y in outputs) + self.text(tokens) + nothing
 
 
 def all_kinds(rank, world_size, wrap, options):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
-import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -14,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks, run_threads
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
-from lightning_ddp.catalogue import Catalogue
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.encoding.mean import Fp8Codec, Int8Codec
@@ -46,6 +43,13 @@ def assert_same(found: Grads, expected: Grads) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def assert_same_steps(found: list[list[Grads]], reference: list[tuple[list[Grads], object]]) -> None:
+    """Requires the gradients of all ranks and steps."""
+    for outputs, (expected, _) in zip(found, reference, strict=True):
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert_same(output, wanted)
 
 
 # ---------------------------------------------------------------- names
@@ -77,43 +81,22 @@ def test_a_hook_of_ones_own_is_registered_under_a_name(monkeypatch):
         CustomDDPStrategy(ddp_comm_hook="summend")
 
 
+def doubled(hook):
+    return lambda state, bucket: hook(state, bucket).then(lambda reduced: 2 * reduced.value())
+
+
 def add_up_by_name(rank, world_size):
     register_hook("summed", summed)
     model = BucketedDDP(torch.nn.Linear(3, 1, bias=False))
-    Communication("summed").register(
+    Communication("summed", wrapper=doubled).register(
         model, Group(model.process_group), torch.device("cpu"), node_size=2, loss_scale=lambda: 1.0
     )
     model(torch.full((1, 3), rank + 1.0)).backward()
     return model.module.weight.grad.tolist()
 
 
-def test_a_registered_hook_reduces_gradients():
-    assert run_ranks(add_up_by_name, 2) == [[[3.0] * 3]] * 2
-
-
-TOYS = {
-    "__init__": "",
-    "base": "class Toy: pass\nclass Unnamed(Toy): pass\n",
-    "first": "from toys.base import Unnamed\nclass First(Unnamed): name = 'first'\nclass Other: name = 'x'\n",
-    "importing": "from toys.first import First, Other\n",
-}
-
-
-def test_a_catalogue_has_what_the_files_beside_its_base_class_derive(tmp_path, monkeypatch):
-    (tmp_path / "toys").mkdir()
-    for file, text in TOYS.items():
-        (tmp_path / "toys" / f"{file}.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        toys = importlib.import_module("toys.base")
-        assert Catalogue("toy", toys.Toy).names() == ["first"]
-        (tmp_path / "toys" / "copied.py").write_text(TOYS["first"])
-        importlib.invalidate_caches()
-        with pytest.raises(AssertionError, match="two classes of the toy 'first'"):
-            Catalogue("toy", toys.Toy)
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "toys"]:
-            del sys.modules[name]
+def test_a_registered_hook_reduces_gradients_inside_its_wrapper():
+    assert run_ranks(add_up_by_name, 2) == [[[6.0] * 3]] * 2
 
 
 @pytest.mark.parametrize(
@@ -145,26 +128,25 @@ def test_a_specification_that_cannot_be_used_says_why(spec, message):
 
 
 @remembering
-@pytest.mark.parametrize("caps", [(25, 25), (0.001, 0.001)], ids=["1 bucket", "3 buckets"])
-def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, caps):
+@pytest.mark.parametrize("cap_mb", [25, 0.001], ids=["1 bucket", "3 buckets"])
+def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, cap_mb):
     """Also over the rebuild of the buckets, which the second process does once more."""
     inputs = inputs_of(8)
-    undisturbed = reduce_steps(spec, inputs, cap_mb=caps[0])
+    undisturbed = reduce_steps(spec, inputs, cap_mb=cap_mb)
 
     def rank_main(rank, world_size, group):
-        first = Run(group, spec, cap_mb=caps[0])
+        first = Run(group, spec, cap_mb=cap_mb)
         for grads in inputs[rank][:5]:
             first.step(grads)
         saved = first.hook.state_dict()
-        second = Run(group, spec, cap_mb=caps[1])
+        second = Run(group, spec, cap_mb=cap_mb)
         assert second.hook.load_state_dict(saved, SHAPES) == []
         return [second.step(grads) for grads in inputs[rank][5:]]
 
-    for rank, outputs in enumerate(run_threads(rank_main, 2)):
-        for output, expected in zip(outputs, undisturbed[rank][0][5:], strict=True):
-            if "batched" in str(spec) and caps[0] < 1:
-                continue  # its factors belong to a layout, and the first layout is back after a start
-            assert_same(output, expected)
+    answers = run_threads(rank_main, 2)
+    if not ("batched" in str(spec) and cap_mb < 1):
+        # whose factors belong to a layout, and the first layout is back after a start
+        assert_same_steps(answers, [(outputs[5:], None) for outputs, _ in undisturbed])
 
 
 @remembering
@@ -197,9 +179,7 @@ def test_a_step_may_be_undone_or_ended_by_what_another_rank_knows_of_it(spec, en
                 run.hook.finish({**states[0], "tensors": tensors})
         return outputs + [run.step(grads) for grads in inputs[rank][4:]]
 
-    for rank, outputs in enumerate(run_threads(rank_main, 2)):
-        for output, expected in zip(outputs, undisturbed[rank][0], strict=True):
-            assert_same(output, expected)
+    assert_same_steps(run_threads(rank_main, 2), undisturbed)
 
 
 def test_batched_factors_begin_anew_in_another_layout_and_the_residual_stays():
@@ -223,25 +203,22 @@ def test_batched_factors_begin_anew_in_another_layout_and_the_residual_stays():
         torch.testing.assert_close(total, came_in - residual, rtol=0, atol=1e-5)
 
 
-def test_loading_says_what_it_cannot_keep():
-    def rank_main(rank, world_size, group):
-        hook = Run(group, "sign").hook
-        Run(group, "sign").step(random_grads(rank, 0))
-        state = hook.state_dict() | {"tensors": {"gone": {"error": torch.ones(3)}}}
-        notes = hook.load_state_dict(state, SHAPES)
-        other = Run(group, {"name": "topk", "ratio": 0.5}).hook
-        notes += other.load_state_dict(state)
-        notes += other.load_state_dict(other.state_dict() | {"options": {"ratio": 0.25}})
-        with pytest.raises(ConfigurationError, match="has format 99, but this release reads 1"):
-            hook.load_state_dict(state | {"format": 99})
-        return notes
-
-    for notes in run_threads(rank_main, 2):
-        assert notes == [
-            "state of hook 'sign' was dropped for unknown parameters: gone",
-            "state of hook 'sign' was dropped, because the run uses 'topk'",
-            "hook 'topk' was saved with other options: {'ratio': 0.25}",
-        ]
+@on_ranks(2)
+def test_loading_says_what_it_cannot_keep(rank, group):
+    hook = Run(group, "sign").hook
+    Run(group, "sign").step(random_grads(rank, 0))
+    state = hook.state_dict() | {"tensors": {"gone": {"error": torch.ones(3)}}}
+    notes = hook.load_state_dict(state, SHAPES)
+    other = Run(group, {"name": "topk", "ratio": 0.5}).hook
+    notes += other.load_state_dict(state)
+    notes += other.load_state_dict(other.state_dict() | {"options": {"ratio": 0.25}})
+    with pytest.raises(ConfigurationError, match="has format 99, but this release reads 1"):
+        hook.load_state_dict(state | {"format": 99})
+    assert notes == [
+        "state of hook 'sign' was dropped for unknown parameters: gone",
+        "state of hook 'sign' was dropped, because the run uses 'topk'",
+        "hook 'topk' was saved with other options: {'ratio': 0.25}",
+    ]
 
 
 # ---------------------------------------------------------------- mixed precision
@@ -260,12 +237,10 @@ def test_a_step_that_overflows_on_one_rank_leaves_no_trace(spec, value):
             extra["second"][1, 2, 3] = value
         disturbed[rank].insert(3, extra)
     answers = reduce_steps(spec, disturbed, cap_mb=ONE_EACH_MB, finish=lambda run: run.hook.step)
-    for rank, (outputs, step) in enumerate(answers):
+    for outputs, step in answers:
         assert step == 6
-        skipped = outputs.pop(3)
-        assert skipped["second"].isnan().all(), "on every rank, so that all skip the step"
-        for output, expected in zip(outputs, undisturbed[rank][0], strict=True):
-            assert_same(output, expected)
+        assert outputs.pop(3)["second"].isnan().all(), "on every rank, so that all skip the step"
+    assert_same_steps([outputs for outputs, _ in answers], undisturbed)
 
 
 @remembering
@@ -306,9 +281,7 @@ def test_the_loss_scale_may_change(spec):
             outputs.append({name: grad / scale for name, grad in scaled.items()})
         return outputs
 
-    for rank, outputs in enumerate(run_threads(rank_main, 2)):
-        for output, expected in zip(outputs, plain[rank][0], strict=True):
-            assert_same(output, expected)
+    assert_same_steps(run_threads(rank_main, 2), plain)
 
 
 def test_an_overflow_on_the_wire_is_one_on_all_ranks_and_leaves_no_trace():
@@ -367,10 +340,9 @@ def test_accumulated_gradients_are_compressed_once_a_step(spec):
             outputs.append({n: p.grad.clone() for n, p in run.module.named_parameters()})
         return outputs, run.hook.step
 
-    for rank, (outputs, step) in enumerate(run_threads(rank_main, 2)):
-        assert step == 3
-        for output, reference in zip(outputs, expected[rank][0], strict=True):
-            assert_same(output, reference)
+    answers = run_threads(rank_main, 2)
+    assert [step for _, step in answers] == [3, 3]
+    assert_same_steps([outputs for outputs, _ in answers], expected)
 
 
 @remembering
@@ -406,9 +378,8 @@ def test_a_parameter_that_one_rank_used_counts_as_zero_on_the_other(spec):
         inputs[1][step] = {n: g for n, g in inputs[1][step].items() if n != "second"}
         filled[1][step] = inputs[1][step] | {"second": torch.zeros(SHAPES["second"])}
     expected = reduce_steps(spec, filled, find_unused_parameters=True)
-    for rank, (outputs, _) in enumerate(reduce_steps(spec, inputs, find_unused_parameters=True)):
-        for output, reference in zip(outputs, expected[rank][0], strict=True):
-            assert_same(output, reference)
+    answers = reduce_steps(spec, inputs, find_unused_parameters=True)
+    assert_same_steps([outputs for outputs, _ in answers], expected)
 
 
 # ---------------------------------------------------------------- bytes
@@ -418,6 +389,10 @@ TRANSFORMER = {
     for name, parameter in build_workload("transformer6", rank=0).module.layers[0].named_parameters()
 }
 """One of the six layers of the bench's transformer; they are alike, and it has no parameter besides."""
+
+
+def bytes_of(run):
+    return run.hook.channel.num_bytes_sent
 
 
 @pytest.mark.parametrize(
@@ -438,12 +413,9 @@ TRANSFORMER = {
 def test_bytes_sent_in_a_step_as_part_of_uncompressed_float32(spec, limit):
     inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(2)]
 
-    def count(run):
-        return run.hook.channel.num_bytes_sent
-
-    full = reduce_steps("allreduce", inputs, shapes=TRANSFORMER, finish=count)[0][1]
+    full = reduce_steps("allreduce", inputs, shapes=TRANSFORMER, finish=bytes_of)[0][1]
     assert full == 4 * sum(math.prod(shape) for shape in TRANSFORMER.values()), "2 (N-1)/N x size"
-    sent = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=count)[0][1]
+    sent = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=bytes_of)[0][1]
     assert 0.2 * limit < sent / full <= limit
 
 
@@ -460,9 +432,7 @@ def test_traffic_does_not_grow_with_the_world_size(spec):
     sent = {}
     for world_size in (2, 4):
         inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(world_size)]
-        answers = reduce_steps(
-            spec, inputs, shapes=TRANSFORMER, finish=lambda run: run.hook.channel.num_bytes_sent
-        )
+        answers = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=bytes_of)
         sent[world_size] = answers[0][1] / (2 * (world_size - 1) / world_size)
     assert sent[4] == pytest.approx(sent[2], rel=0.02)
 
@@ -478,16 +448,6 @@ def test_many_buckets_of_two_collectives_each_do_not_deadlock():
         spec, inputs, shapes=shapes, cap_mb=ONE_EACH_MB, finish=lambda run: len(run.model.reducer.buckets)
     )
     assert [num_buckets for _, num_buckets in answers] == [40] * 3
-
-
-def test_the_engine_may_communicate_while_a_hook_does():
-    """With unused parameters searched for, the reducer's own collective runs beside those of the hook."""
-    inputs = inputs_of(5, 3)
-    answers = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB, find_unused_parameters=True)
-    expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
-    for (outputs, _), (references, _) in zip(answers, expected, strict=True):
-        for output, reference in zip(outputs, references, strict=True):
-            assert_same(output, reference)
 
 
 def reduce_on_a_bare_group(rank, world_size, folder, inputs):
@@ -509,12 +469,11 @@ def test_on_a_group_without_a_store_the_engine_and_a_hook_keep_one_order(tmp_pat
     inputs = inputs_of(20, 3)
     answers = run_ranks(reduce_on_a_bare_group, 3, str(tmp_path), inputs, process_group=False)
     expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
-    for outputs, (references, _) in zip(answers, expected, strict=True):
-        for output, reference in zip(outputs, references, strict=True):
-            assert_same(output, reference)
+    assert_same_steps(answers, expected)
 
 
-def test_state_by_name_needs_names():
+@on_ranks(1)
+def test_state_by_name_needs_names(group):
     class Bucket:
         def parameters(self):
             return [torch.zeros(3)]
@@ -522,9 +481,6 @@ def test_state_by_name_needs_names():
         def buffer(self):
             return torch.zeros(3)
 
-    def rank_main(rank, world_size, group):
-        hook = build_hook("sign", Group(group))
-        with pytest.raises(ConfigurationError, match=r"keeps its state by parameter name.*has no `names`"):
-            hook(None, Bucket())
-
-    run_threads(rank_main, 1)
+    hook = build_hook("sign", Group(group))
+    with pytest.raises(ConfigurationError, match=r"keeps its state by parameter name.*has no `names`"):
+        hook(None, Bucket())

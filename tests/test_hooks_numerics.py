@@ -31,14 +31,31 @@ def assert_close(found: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=rtol * largest)
 
 
+def assert_all_close(found: list[Grads], expected: list[Grads], rtol: float = 1e-5) -> None:
+    """Of all steps and parameters."""
+    for output, reference in zip(found, expected, strict=True):
+        for name in SHAPES:
+            assert_close(output[name], reference[name], rtol)
+
+
+def means_of(inputs: list[list[Grads]]) -> list[Grads]:
+    """Over the ranks, by step."""
+    return [
+        {n: mean([g[n] for g in of_ranks]) for n in of_ranks[0]} for of_ranks in zip(*inputs, strict=True)
+    ]
+
+
+def zeros(world_size: int) -> list[Grads]:
+    """For each rank a flat tensor of each parameter."""
+    return [{n: torch.zeros(math.prod(s)).double() for n, s in SHAPES.items()} for _ in range(world_size)]
+
+
 # ---------------------------------------------------------------- the mean, in fewer bits
 
 
 def test_allreduce_is_the_mean(world_size):
     inputs = inputs_of(world_size)
-    for step, output in enumerate(reduce_steps("allreduce", inputs)[0][0]):
-        for name in SHAPES:
-            assert_close(output[name], mean([inputs[r][step][name] for r in range(world_size)]), 1e-6)
+    assert_all_close(reduce_steps("allreduce", inputs)[0][0], means_of(inputs), 1e-6)
 
 
 def test_noop_leaves_each_rank_its_own(world_size):
@@ -70,10 +87,8 @@ def test_8_bits_err_by_at_most_half_a_step_of_the_blocks(world_size, spec, half_
     for step, output in enumerate(reduce_steps(spec, inputs)[0][0]):
         largest = [max(g.abs().max().item() for g in inputs[r][step].values()) for r in range(world_size)]
         bound = half_step * 2.1 * sum(largest) / world_size
-        for name in SHAPES:
-            expected = mean([inputs[r][step][name] for r in range(world_size)])
-            error = (output[name] - expected).abs().max().item()
-            assert 0 < error <= bound
+        for name, expected in means_of(inputs)[step].items():
+            assert 0 < (output[name] - expected).abs().max().item() <= bound
 
 
 def test_an_outlier_coarsens_its_block_alone(world_size):
@@ -83,7 +98,7 @@ def test_an_outlier_coarsens_its_block_alone(world_size):
     errors = {}
     for block in (16, 4096):
         output = reduce_steps({"name": "int8", "block_size": block}, inputs)[0][0][0]
-        expected = mean([inputs[r][0]["first"] for r in range(world_size)])
+        expected = means_of(inputs)[0]["first"]
         errors[block] = (output["first"] - expected)[1:].abs().max().item()
     assert errors[16] < 0.05 < errors[4096]
 
@@ -117,7 +132,7 @@ def reference_powersgd(inputs: list[list[Grads]], factors: Grads, *, min_compres
         output = {}
         for name, shape in SHAPES.items():
             if name not in factors:
-                output[name] = mean([inputs[r][step][name] for r in range(num_ranks)])
+                output[name] = means_of(inputs)[step][name]
                 continue
             matrices = [
                 (inputs[r][step][name].double() + errors[r][name]).reshape(shape[0], -1)
@@ -164,9 +179,7 @@ def test_powersgd_follows_the_paper(world_size, rank, cap_mb):
     expected, errors = reference_powersgd(inputs, start)
     answers = reduce_steps(spec, [[] for _ in inputs], finish=run_from_known_factors, cap_mb=cap_mb)
     for r, (_, (outputs, residuals)) in enumerate(answers):
-        for output, reference in zip(outputs, expected, strict=True):
-            for name in SHAPES:
-                assert_close(output[name], reference[name], 1e-4)
+        assert_all_close(outputs, expected, 1e-4)
         assert residuals.keys() == shapes.keys()
         for name in shapes:
             assert_close(residuals[name].view(SHAPES[name]), errors[r][name], 1e-4)
@@ -187,28 +200,21 @@ def test_powersgd_finds_a_rank_that_it_had_lost(world_size):
 def test_powersgd_starts_with_the_mean(world_size):
     inputs = inputs_of(world_size)
     outputs = reduce_steps({"name": "powersgd", "start_step": 3, "min_compression": 1}, inputs)[0][0]
-    for step, output in enumerate(outputs):
-        expected = mean([inputs[r][step]["first"] for r in range(world_size)])
-        if step < 3:
-            assert_close(output["first"], expected, 1e-6)
-        else:
-            assert (output["first"] - expected).abs().max() > 0.1
+    expected = means_of(inputs)
+    assert_all_close(outputs[:3], expected[:3], 1e-6)
+    for output, exact in zip(outputs[3:], expected[3:], strict=True):
+        assert (output["first"] - exact["first"]).abs().max() > 0.1
 
 
 def test_powersgd_without_memory_is_one_power_iteration(world_size):
     inputs = inputs_of(world_size)
-    spec = {
-        "name": "powersgd",
-        "start_step": 0,
-        "warm_start": False,
-        "error_feedback": False,
-        "min_compression": 1,
-    }
+    spec = {"name": "powersgd", "start_step": 0, "min_compression": 1}
+    spec |= {"warm_start": False, "error_feedback": False}
     (outputs, residuals), *_ = reduce_steps(spec, inputs, finish=lambda run: run.state())
     assert residuals == {}
     for step, output in enumerate(outputs):
         # the projection of the mean on the columns of the result
-        expected = mean([inputs[r][step]["first"] for r in range(world_size)])
+        expected = means_of(inputs)[step]["first"]
         basis = torch.linalg.svd(output["first"].double()).U[:, :2]
         assert_close(output["first"], basis @ basis.t() @ expected, 1e-4)
 
@@ -219,12 +225,10 @@ def test_powersgd_without_memory_is_one_power_iteration(world_size):
 def reference_dgc(inputs, *, ratios, momentum, nesterov):
     """Algorithm 1 of the paper on flat float64 tensors, per parameter and rank."""
     num_ranks = len(inputs)
-    zeros = {n: torch.zeros(math.prod(s)).double() for n, s in SHAPES.items()}
-    us = [{n: z.clone() for n, z in zeros.items()} for _ in range(num_ranks)]
-    vs = [{n: z.clone() for n, z in zeros.items()} for _ in range(num_ranks)]
+    us, vs = zeros(num_ranks), zeros(num_ranks)
     outputs = []
     for step, ratio in enumerate(ratios):
-        output = {n: z.clone() for n, z in zeros.items()}
+        (output,) = zeros(1)
         for r in range(num_ranks):
             for name in SHAPES:
                 g, u, v = inputs[r][step][name].double().view(-1), us[r][name], vs[r][name]
@@ -249,9 +253,7 @@ def test_topk_follows_the_paper(world_size, momentum, nesterov, cap_mb):
         spec, inputs, finish=lambda run: (run.state(), run.state("velocity")), cap_mb=cap_mb
     )
     for r, (outputs, (residuals, velocities)) in enumerate(answers):
-        for output, reference in zip(outputs, expected, strict=True):
-            for name in SHAPES:
-                assert_close(output[name], reference[name])
+        assert_all_close(outputs, expected)
         for name in SHAPES:
             assert_close(residuals[name], vs[r][name])
             assert (name in velocities) == (momentum > 0)
@@ -264,9 +266,7 @@ def test_topk_warms_up(world_size):
     spec = {"name": "topk", "ratio": 0.01, "warmup_steps": 4}
     ratios = [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
     expected, _, _ = reference_dgc(inputs, ratios=ratios, momentum=0.0, nesterov=False)
-    for output, reference in zip(reduce_steps(spec, inputs)[0][0], expected, strict=True):
-        for name in SHAPES:
-            assert_close(output[name], reference[name])
+    assert_all_close(reduce_steps(spec, inputs)[0][0], expected)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -274,17 +274,13 @@ def test_topk_begins_with_the_plain_mean_and_then_warms_up(world_size, momentum)
     inputs = inputs_of(world_size)
     spec = {"name": "topk", "ratio": 0.01, "warmup_steps": 2, "start_step": 2, "momentum": momentum}
     outputs = reduce_steps(spec, inputs)[0][0]
-    for name in SHAPES:
-        first, second = (mean([rank[step][name] for rank in inputs]) for step in range(2))
-        assert_close(outputs[0][name], first)
-        assert_close(outputs[1][name], momentum * first + second)
+    first, second = means_of(inputs)[:2]
+    assert_all_close(outputs[:2], [first, {n: momentum * first[n] + second[n] for n in SHAPES}])
     if momentum:
         return  # the reference begins without a velocity
     later = [rank[2:] for rank in inputs]
     expected, _, _ = reference_dgc(later, ratios=[0.25, 0.015625, 0.01, 0.01], momentum=0.0, nesterov=False)
-    for output, reference in zip(outputs[2:], expected, strict=True):
-        for name in SHAPES:
-            assert_close(output[name], reference[name])
+    assert_all_close(outputs[2:], expected)
 
 
 # ---------------------------------------------------------------- sign, random-k
@@ -304,8 +300,7 @@ def test_sign_follows_the_papers(world_size, options):
     inputs = inputs_of(world_size)
     inputs[0][0]["first"][0] = 0.0  # the sign of zero is +1 on every rank
     block, momentum = options.get("block_size", 10**6), options.get("momentum", 0.0)
-    errors = [{n: torch.zeros(math.prod(s)).double() for n, s in SHAPES.items()} for _ in range(world_size)]
-    velocities = [{n: e.clone() for n, e in rank.items()} for rank in errors]
+    errors, velocities = zeros(world_size), zeros(world_size)
     answers = reduce_steps({"name": "sign", **options}, inputs, finish=lambda run: run.state())
     for step, output in enumerate(answers[0][0]):
         for name, shape in SHAPES.items():
@@ -400,9 +395,7 @@ def test_bucket_sizes_do_not_change_the_result(world_size, spec):
     large = reduce_steps(spec, inputs)[0][0]
     for cap_mb in (0.001, ONE_EACH_MB):
         small = reduce_steps(spec, inputs, cap_mb=cap_mb)[0][0]
-        for a, b in zip(large, small, strict=True):
-            for name in SHAPES:
-                assert_close(a[name], b[name], 1e-4 if "powersgd" in str(spec) else 1e-6)
+        assert_all_close(large, small, 1e-4 if "powersgd" in str(spec) else 1e-6)
 
 
 @pytest.mark.parametrize("spec", ["bf16", {"name": "int8", "block_size": 16}], ids=str)

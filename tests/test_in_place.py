@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_threads
+from harness import on_ranks, run_threads
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.errors import MissingGradientError
 
 INPUT = torch.tensor([[1.0, 2.0, 3.0]])
 
@@ -70,71 +69,33 @@ SMALL = ("left.weight", "left.bias", "right.weight", "right.bias", "large.bias")
     ],
     ids=["default", "no views", "unused", "static"],
 )
-def test_small_gradients_arrive_in_the_bucket(options, in_bucket) -> None:
-    def rank_main(rank, _world_size, group):
-        model = wrapped(group, **options)
-        seen = seen_by_hooks(model, model(INPUT * (rank + 1)))
-        # the reducer's own hook comes first, and copies a large gradient at once
-        assert {name for name, is_in in seen.items() if is_in and name != "large.weight"} == set(in_bucket)
-        assert all(torch.equal(p.grad, 1.5 * INPUT.expand_as(p)) for p in model.parameters() if p.ndim == 2)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_small_gradients_arrive_in_the_bucket(rank, group, options, in_bucket) -> None:
+    model = wrapped(group, **options)
+    seen = seen_by_hooks(model, model(INPUT * (rank + 1)))
+    # the reducer's own hook comes first, and copies a large gradient at once
+    assert {name for name, is_in in seen.items() if is_in and name != "large.weight"} == set(in_bucket)
+    assert all(torch.equal(p.grad, 1.5 * INPUT.expand_as(p)) for p in model.parameters() if p.ndim == 2)
 
 
-def test_a_hook_of_the_user_may_put_another_tensor_there() -> None:
-    def rank_main(rank, _world_size, group):
-        model = wrapped(group)
-        left = model.module.left.weight
-        handle = left.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 2 * p.grad))
-        model(INPUT * (rank + 1)).backward()
-        handle.remove()
-        assert torch.equal(left.grad, 3 * INPUT.expand(2, 3))
-        assert is_in_bucket(model, left.grad)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_hook_of_the_user_may_put_another_tensor_there(rank, group) -> None:
+    model = wrapped(group)
+    left = model.module.left.weight
+    handle = left.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 2 * p.grad))
+    model(INPUT * (rank + 1)).backward()
+    handle.remove()
+    assert torch.equal(left.grad, 3 * INPUT.expand(2, 3))
+    assert is_in_bucket(model, left.grad)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_gradients_with_a_graph_are_averaged_too() -> None:
-    def rank_main(rank, _world_size, group):
-        model = wrapped(group)
-        model(INPUT * (rank + 1)).backward(create_graph=True)
-        assert model.module.left.weight.grad.requires_grad
-        assert torch.equal(model.module.left.weight.grad.detach(), 1.5 * INPUT.expand(2, 3))
-
-    run_threads(rank_main, 2)
-
-
-def test_an_undefined_gradient_counts_as_zeros() -> None:
-    class Undefined(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            return tensor.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None
-
-    def rank_main(rank, _world_size, group):
-        model = wrapped(group)
-        loss = model(INPUT * (rank + 1), "right")
-        (
-            loss + (Undefined.apply(model.module.left(INPUT)) if rank else model.module.left(INPUT).sum())
-        ).backward()
-        assert torch.equal(model.module.left.weight.grad, 0.5 * INPUT.expand(2, 3))
-
-    run_threads(rank_main, 2)
-
-
-def test_a_parameter_without_a_gradient_has_none_after_the_error() -> None:
-    def rank_main(_rank, _world_size, group):
-        model = wrapped(group)
-        with pytest.raises(MissingGradientError):
-            model(INPUT, "right").backward()
-        assert model.module.left.weight.grad is None
-        assert model.module.right.weight.grad is not None
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_gradients_with_a_graph_are_averaged_too(rank, group) -> None:
+    model = wrapped(group)
+    model(INPUT * (rank + 1)).backward(create_graph=True)
+    assert model.module.left.weight.grad.requires_grad
+    assert torch.equal(model.module.left.weight.grad.detach(), 1.5 * INPUT.expand(2, 3))
 
 
 def test_an_exception_in_backward_leaves_none_at_the_next_forward() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 
 import pytest
 import torch
-from harness import run_script, run_threads
+from harness import on_ranks, run_script
 
 from lightning_ddp.comm import exit as parting
 from lightning_ddp.comm.group import Group
@@ -21,25 +20,20 @@ def are_let_go_within(seconds):
     return parting.are_let_go()
 
 
-def hold_and_let_go(rank, world_size, process_group, entered):
+@on_ranks(2)
+def test_a_collective_holds_its_tensor_until_it_is_over(rank, process_group, event):
     group = Group(process_group)
     tensor = torch.ones(4)
     if rank == 1:
-        assert entered.wait(20)
+        assert event.wait(20)
     work = group.all_reduce(tensor)
-    was_held = None
     if rank == 0:
-        was_held = not are_let_go_within(0.05)
-        entered.set()
+        assert not are_let_go_within(0.05)
+        event.set()
     group.wait(work, tensor.device)
     del work
-    return was_held, are_let_go_within(20), tensor.tolist()
-
-
-def test_a_collective_holds_its_tensor_until_it_is_over():
-    answers = run_threads(hold_and_let_go, 2, threading.Event(), timeout_s=60)
-    assert answers[0] == (True, True, [2.0] * 4)
-    assert answers[1] == (None, True, [2.0] * 4)
+    assert are_let_go_within(20)
+    assert tensor.tolist() == [2.0] * 4
 
 
 def test_a_tensor_with_a_view_is_not_waited_for():

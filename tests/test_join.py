@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -121,39 +122,28 @@ def case(
 ACTIVE_ONLY = {"divide_by_initial_world_size": False}
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [case(counts=counts) for counts in ((2, 5), (5, 2), (0, 3), (3, 0), (3, 3), (1, 2))],
-        [case(counts=counts, join_options=ACTIVE_ONLY) for counts in ((2, 5), (5, 2), (0, 3))],
-        [case(counts=(2, 4), options={"gradient_as_bucket_view": view}) for view in (True, False)],
-        [case("normed", counts) for counts in ((2, 5), (5, 2))],
-        [case("normed", counts, {"forward_sync_buffers": False}) for counts in ((2, 5), (5, 2))],
-        [case("counting", counts) for counts in ((2, 5), (5, 2))],
-        [case("branches", counts, {"find_unused_parameters": True}) for counts in ((2, 5), (5, 2))],
-        [case(counts=counts, options={"static_graph": True}) for counts in ((2, 5), (5, 2))],
-        [case(counts=counts, program="hook") for counts in ((2, 5), (5, 2))],
-        [case(counts=counts, program="no_sync") for counts in ((3, 6), (6, 3), (3, 9))],
-        [case("normed", (2, 4), program="twice"), case(counts=(1, 4), program="twice")],
-        [case(counts=(2, 4), program="more"), case("normed", (4, 2), program="more")],
-        [case(counts=(3, 3), join_options={"enable": False}, program="more")],
+CASES = {
+    "counts": [case(counts=counts) for counts in ((2, 5), (5, 2), (0, 3), (3, 0), (3, 3), (1, 2))],
+    "divides by the active ranks": [
+        case(counts=counts, join_options=ACTIVE_ONLY) for counts in ((2, 5), (5, 2), (0, 3))
     ],
-    ids=[
-        "counts",
-        "divides by the active ranks",
-        "view or not",
-        "batch norm",
-        "batch norm, buffers not synchronised",
-        "buffer",
-        "unused",
-        "static graph",
-        "comm hook",
-        "no_sync",
-        "a second join",
-        "training goes on",
-        "not enabled",
+    "view or not": [case(counts=(2, 4), options={"gradient_as_bucket_view": view}) for view in (True, False)],
+    "batch norm": [case("normed", counts) for counts in ((2, 5), (5, 2))],
+    "batch norm, buffers not synchronised": [
+        case("normed", counts, {"forward_sync_buffers": False}) for counts in ((2, 5), (5, 2))
     ],
-)
+    "buffer": [case("counting", counts) for counts in ((2, 5), (5, 2))],
+    "unused": [case("branches", counts, {"find_unused_parameters": True}) for counts in ((2, 5), (5, 2))],
+    "static graph": [case(counts=counts, options={"static_graph": True}) for counts in ((2, 5), (5, 2))],
+    "comm hook": [case(counts=counts, program="hook") for counts in ((2, 5), (5, 2))],
+    "no_sync": [case(counts=counts, program="no_sync") for counts in ((3, 6), (6, 3), (3, 9))],
+    "a second join": [case("normed", (2, 4), program="twice"), case(counts=(1, 4), program="twice")],
+    "training goes on": [case(counts=(2, 4), program="more"), case("normed", (4, 2), program="more")],
+    "not enabled": [case(counts=(3, 3), join_options={"enable": False}, program="more")],
+}
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 def test_uneven_inputs_give_torchs_gradients_and_its_final_model(cases) -> None:
     for (_, counts, *_), by_rank in zip(cases, assert_all_as_torch(joined_training, 2, cases), strict=True):
         assert len(by_rank[0]) + len(by_rank[1]) > 2, counts
@@ -168,46 +158,14 @@ def test_three_ranks_that_end_at_three_different_steps(join_options) -> None:
             assert all(torch.equal(state[name], final[0][name]) for name in state)
 
 
-def last_joiner(rank, world_size, counts):
-    """Each rank's parameters are moved apart before the end, so that it shows whose model all take."""
-    module = Counting()
-    model = BucketedDDP(module)
-    with model.join():
-        for step in range(counts[rank]):
-            model(inputs(rank, step)).sum().backward()
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                tensor.fill_(rank + 1.0)
-    values = {t.unique().item() for t in [*module.parameters(), *module.buffers()]}
-    return model.authoritative_rank, values
-
-
-@pytest.mark.parametrize("last", [0, 1, 2])
-def test_all_ranks_end_with_the_model_of_the_last_joiner(last) -> None:
-    counts = tuple(5 if rank == last else rank + 1 for rank in range(3))
-    assert run_ranks(last_joiner, 3, counts) == [(last, {last + 1.0})] * 3
-
-
-class Optional(nn.Module):
-    """Two weights, of which the second is used where it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.maybe = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
-        return (self.always(x) + self.maybe(x) if uses_both else self.always(x)).sum()
-
-
 def unused_after_the_others_end(rank, world_size):
-    model = BucketedDDP(Optional(), find_unused_parameters=True)
+    model = BucketedDDP(models.Branches(), find_unused_parameters=True)
     seen = []
     with model.join():
         for step in range(1 + 3 * rank):
             model.zero_grad()
-            model(torch.full((1, 1), rank + 1.0), step in (0, 2)).backward()
-            grads = model.module.always.weight.grad, model.module.maybe.weight.grad
-            seen.append([None if g is None else g.item() for g in grads])
+            model(torch.full((1, 3), rank + 1.0), "ab" if step in (0, 2) else "a").backward()
+            seen.append(models.grads_by_branch(model)[:2])
     return seen
 
 
@@ -252,11 +210,10 @@ def test_forwards_without_gradients_change_nothing_while_others_have_run_out(cou
 # ---------------------------------------------------------------- errors
 
 
-def test_join_needs_a_default_process_group() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Plain(), process_group=group)
-        with pytest.raises(ConfigurationError, match=r"join\(\) needs .*init_process_group"):
-            model.join()
+@on_ranks(2)
+def test_join_needs_a_default_process_group(group) -> None:
 
     assert not dist.is_initialized()
-    run_threads(rank_main, 2)
+    model = BucketedDDP(Plain(), process_group=group)
+    with pytest.raises(ConfigurationError, match=r"join\(\) needs .*init_process_group"):
+        model.join()

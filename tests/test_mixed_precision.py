@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_threads
+from harness import on_ranks, run_threads
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -46,11 +46,9 @@ def x_of(rank: int, step: int = 0) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def low_gradients(rank: int, step: int, config: Any, weights: Net | None = None) -> list[Tensor]:
+def low_gradients(rank: int, step: int, config: Any) -> list[Tensor]:
     """What one rank alone computes in `param_dtype`: torch's DDP of this build needs CUDA for that."""
     module = net()
-    if weights is not None:
-        module.load_state_dict(weights.state_dict())
     module.to(config.param_dtype)
     module.shift = module.shift.to(config.buffer_dtype or F32)
     module(x_of(rank, step).to(config.param_dtype or F32)).square().sum().backward()
@@ -69,41 +67,42 @@ CONFIGS = {
     "all fp16": _MixedPrecision(param_dtype=F16, reduce_dtype=F16, buffer_dtype=F16),
     "reduced in fp32": _MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=BF16),
     "reduced in the parameters' dtype": _MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
+    "reduced in bf16 alone": _MixedPrecision(reduce_dtype=BF16),
 }
 
 
 @pytest.mark.parametrize("view", [True, False], ids=["view", "no view"])
 @pytest.mark.parametrize("bucket_cap_mb", [None, 1e-6])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_the_mean_of_low_precision_ones_in_full_precision(name, bucket_cap_mb, view) -> None:
+@on_ranks(2)
+def test_gradients_are_the_mean_of_low_precision_ones_in_full_precision(
+    rank, group, name, bucket_cap_mb, view
+) -> None:
     config = CONFIGS[name]
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            net(),
-            process_group=group,
-            mixed_precision=config,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=view,
-        )
-        full = [p.detach().clone() for p in model.parameters()]
-        seen = []
-        for step in range(3):
-            model.zero_grad()
-            output = model(x_of(rank, step))
-            assert model.module.dtypes == [config.param_dtype] * 3 + [config.buffer_dtype]
-            assert output.dtype == config.param_dtype
-            output.square().sum().backward()
-            assert [p.dtype for p in model.parameters()] == [F32] * 4
-            assert all(torch.equal(a, b) for a, b in zip(full, model.parameters(), strict=True))
-            seen.append([p.grad.clone() for p in model.parameters()])
-        return seen
-
-    for seen in run_threads(rank_main, 2):
-        for step, found in enumerate(seen):
-            for grad, expected in zip(found, mean_of(config, step), strict=True):
-                assert grad.dtype == F32
-                assert torch.equal(grad, expected)
+    model = BucketedDDP(
+        net(),
+        process_group=group,
+        mixed_precision=config,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=view,
+    )
+    full = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        assert model(x_of(rank)).dtype == (config.param_dtype or F32), "also without a backward"
+    assert [p.dtype for p in model.parameters()] == [F32] * 4
+    assert all(map(torch.equal, full, model.parameters()))
+    for step in range(3):
+        model.zero_grad()
+        output = model(x_of(rank, step))
+        assert model.module.dtypes == [config.param_dtype or F32] * 3 + [config.buffer_dtype or F32]
+        assert output.dtype == (config.param_dtype or F32)
+        output.square().sum().backward()
+        assert [p.dtype for p in model.parameters()] == [F32] * 4
+        assert all(map(torch.equal, full, model.parameters()))
+        for parameter, expected in zip(model.parameters(), mean_of(config, step), strict=True):
+            assert parameter.grad.dtype == F32
+            assert torch.equal(parameter.grad, expected)
 
 
 def test_gradients_accumulate_over_no_sync() -> None:
@@ -127,40 +126,8 @@ def test_gradients_accumulate_over_no_sync() -> None:
             torch.testing.assert_close(grad, wanted, rtol=2**-7, atol=largest * 2**-7)
 
 
-def test_a_forward_without_a_backward_leaves_full_precision_behind() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group, mixed_precision=CONFIGS["all bf16"])
-        before = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            output = model(x_of(rank))
-        assert output.dtype == BF16
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        assert [p.dtype for p in model.parameters()] == [F32] * 4
-        model(x_of(rank)).square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    for found in run_threads(rank_main, 2):
-        for grad, expected in zip(found, mean_of(CONFIGS["all bf16"], 0), strict=True):
-            assert torch.equal(grad, expected)
-
-
-def test_a_reduce_dtype_alone_changes_only_what_travels() -> None:
-    config = _MixedPrecision(reduce_dtype=BF16)
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group, mixed_precision=config)
-        output = model(x_of(rank))
-        assert model.module.dtypes == [F32] * 4
-        output.square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    for found in run_threads(rank_main, 2):
-        for grad, expected in zip(found, mean_of(config, 0), strict=True):
-            assert grad.dtype == F32
-            assert torch.equal(grad, expected)
-
-
-def test_inputs_in_containers_are_cast_and_integers_are_not() -> None:
+@on_ranks(2)
+def test_inputs_in_containers_are_cast_and_integers_are_not(rank, group) -> None:
     class Takes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,19 +137,14 @@ def test_inputs_in_containers_are_cast_and_integers_are_not() -> None:
             self.dtypes = [inputs["x"][0].dtype, inputs["x"][1].dtype, scale.dtype]
             return (inputs["x"][0] * self.weight * scale).sum()
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Takes(), process_group=group, mixed_precision=CONFIGS["all bf16"])
-        inputs = {"x": [torch.ones(2), torch.ones(2, dtype=torch.int64)], "name": "text"}
-        model(inputs, scale=torch.tensor(rank + 1.0)).backward()
-        return model.module.dtypes, model.module.weight.grad.tolist()
-
-    assert run_threads(rank_main, 2) == [([BF16, torch.int64, BF16], [1.5, 1.5])] * 2
+    model = BucketedDDP(Takes(), process_group=group, mixed_precision=CONFIGS["all bf16"])
+    inputs = {"x": [torch.ones(2), torch.ones(2, dtype=torch.int64)], "name": "text"}
+    model(inputs, scale=torch.tensor(rank + 1.0)).backward()
+    assert (model.module.dtypes, model.module.weight.grad.tolist()) == ([BF16, torch.int64, BF16], [1.5, 1.5])
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "buffer_dtype"])
-def test_a_dtype_that_is_no_floating_point_one_is_named(name) -> None:
-    def rank_main(rank, world_size, group):
-        with pytest.raises(ConfigurationError, match=rf"mixed_precision\.{name}=torch\.int32: expected a fl"):
-            BucketedDDP(net(), process_group=group, mixed_precision=_MixedPrecision(**{name: torch.int32}))
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_a_dtype_that_is_no_floating_point_one_is_named(group, name) -> None:
+    with pytest.raises(ConfigurationError, match=rf"mixed_precision\.{name}=torch\.int32: expected a fl"):
+        BucketedDDP(net(), process_group=group, mixed_precision=_MixedPrecision(**{name: torch.int32}))

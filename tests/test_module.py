@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,41 +62,38 @@ def test_state_dict_has_torchs_keys() -> None:
     assert run_ranks(state_dicts, 2) == ["module.0.weight"] * 2
 
 
-def test_a_pickle_needs_a_default_group(tmp_path) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group)
-        with pytest.raises(ConfigurationError, match="no process group"):
-            copy.deepcopy(model)
+@on_ranks(1)
+def test_a_pickle_needs_a_default_group(group) -> None:
 
     assert not dist.is_initialized()
-    run_threads(rank_main, 1)
+    model = BucketedDDP(net(), process_group=group)
+    with pytest.raises(ConfigurationError, match="no process group"):
+        copy.deepcopy(model)
 
 
 def accumulate_grad(parameter: torch.Tensor):
     return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
-def test_no_node_of_autograd_outlives_its_step_so_the_stream_of_the_construction_does_not_matter() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group)
-        for _ in range(2):  # before the first step and after it
-            for parameter in model.parameters():
-                accumulate_grad(parameter).metadata["is_seen"] = True
-                assert "is_seen" not in accumulate_grad(parameter).metadata
-            model(torch.ones(2, 4)).sum().backward()
+@on_ranks(1)
+def test_no_node_of_autograd_outlives_its_step_so_the_stream_of_the_construction_does_not_matter(
+    group,
+) -> None:
+    model = BucketedDDP(net(), process_group=group)
+    for _ in range(2):  # before the first step and after it
+        for parameter in model.parameters():
+            accumulate_grad(parameter).metadata["is_seen"] = True
+            assert "is_seen" not in accumulate_grad(parameter).metadata
+        model(torch.ones(2, 4)).sum().backward()
 
-    run_threads(rank_main, 1)
 
-
-def test_after_teardown_the_module_is_on_its_own() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(net(), process_group=group)
-        inner = model.module
-        model.teardown()
-        inner(torch.full((2, 4), rank + 1.0)).sum().backward()
-        return [len(p._post_accumulate_grad_hooks or ()) for p in inner.parameters()]
-
-    assert run_threads(rank_main, 2) == [[0] * 6] * 2
+@on_ranks(2)
+def test_after_teardown_the_module_is_on_its_own(rank, group) -> None:
+    model = BucketedDDP(net(), process_group=group)
+    inner = model.module
+    model.teardown()
+    inner(torch.full((2, 4), rank + 1.0)).sum().backward()
+    assert [len(p._post_accumulate_grad_hooks or ()) for p in inner.parameters()] == [0] * 6
 
 
 @pytest.mark.parametrize(
@@ -104,6 +101,12 @@ def test_after_teardown_the_module_is_on_its_own() -> None:
     [
         ({"dim": 1}, ConfigurationError, "dim=1: expected 0"),
         ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected sizes in MiB above 0"),
+        (
+            {"bucket_cap_mb_list": [1, 0]},
+            ConfigurationError,
+            r"bucket_cap_mb_list=\[1, 0\]: expected sizes in",
+        ),
+        ({"skip_all_reduce_unused_params": True}, ConfigurationError, "unused_params=True needs find_unused"),
         ({"check_reduction": True}, ConfigurationError, "check_reduction=True is deprecated"),
         ({"delay_all_reduce_named_params": []}, ConfigurationError, "delay_all_reduce.* are not supported"),
         ({"param_to_hook_all_reduce": 1}, ConfigurationError, "param_to_hook_all_reduce are not supported"),
@@ -117,13 +120,11 @@ def test_after_teardown_the_module_is_on_its_own() -> None:
         ),
     ],
 )
-def test_arguments_that_cannot_be_used_are_named(arguments, error, message) -> None:
-    def rank_main(rank, world_size, group):
-        given = {"module": net(), "process_group": group, **arguments}
-        with pytest.raises(error, match=message):
-            BucketedDDP(**given)
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_arguments_that_cannot_be_used_are_named(group, arguments, error, message) -> None:
+    given = {"module": net(), "process_group": group, **arguments}
+    with pytest.raises(error, match=message):
+        BucketedDDP(**given)
 
 
 class DenseOnly:

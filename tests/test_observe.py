@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from harness import run_threads
+from harness import on_ranks, run_threads
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import nn
 
@@ -97,42 +97,33 @@ def layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
 
 
-def test_a_step_is_recorded_in_the_order_in_which_it_happens() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> list[StepRecord]:
-        model = BucketedDDP(layers(), process_group=process_group, bucket_cap_mb=0.0003)
-        recorder = model.record_steps(3)
-        for _ in range(4):
-            with model.no_sync():
-                model(torch.ones(2, 8)).sum().backward()
+@on_ranks(2)
+def test_a_step_is_recorded_in_the_order_in_which_it_happens(process_group) -> None:
+    model = BucketedDDP(layers(), process_group=process_group, bucket_cap_mb=0.0003)
+    recorder = model.record_steps(3)
+    for _ in range(4):
+        with model.no_sync():
             model(torch.ones(2, 8)).sum().backward()
-        assert recorder.num_new == 3
-        taken = recorder.take()
-        assert recorder.take() == []
-        assert list(recorder.records) == taken, "only the last ones are kept"
-        model.stop_recording()
         model(torch.ones(2, 8)).sum().backward()
-        assert recorder.take() == []
-        assert list(recorder.records) == taken
-        assert len(model.reducer.buckets) > 1
-        return taken
-
-    for records in run_threads(rank_main, 2):
-        assert [record.step for record in records] == [1, 2, 3]
-        for step in records:
-            assert [bucket.index for bucket in step.buckets] == list(range(len(step.buckets)))
-            assert step.num_bytes == sum(p.numel() * 4 for p in layers().parameters())
-            moments = [
-                step.forward_start,
-                step.forward_end,
-                step.backward_start,
-                step.backward_end,
-                step.comm_end,
-            ]
-            assert moments == sorted(moments)
-            for bucket in step.buckets:
-                assert step.backward_start <= bucket.ready <= bucket.launched <= bucket.done <= step.comm_end
-            launches = [bucket.launched for bucket in step.buckets]
-            assert launches == sorted(launches)
+    assert recorder.num_new == 3
+    taken = recorder.take()
+    assert recorder.take() == []
+    assert list(recorder.records) == taken, "only the last ones are kept"
+    model.stop_recording()
+    model(torch.ones(2, 8)).sum().backward()
+    assert recorder.take() == []
+    assert list(recorder.records) == taken
+    assert len(model.reducer.buckets) > 1
+    assert [record.step for record in taken] == [1, 2, 3]
+    for step in taken:
+        assert [bucket.index for bucket in step.buckets] == list(range(len(step.buckets)))
+        assert step.num_bytes == sum(p.numel() * 4 for p in layers().parameters())
+        moments = [step.forward_start, step.forward_end, step.backward_start, step.backward_end]
+        assert [*moments, step.comm_end] == sorted([*moments, step.comm_end])
+        for bucket in step.buckets:
+            assert step.backward_start <= bucket.ready <= bucket.launched <= bucket.done <= step.comm_end
+        launches = [bucket.launched for bucket in step.buckets]
+        assert launches == sorted(launches)
 
 
 def test_a_hooks_buckets_and_those_that_nobody_needs() -> None:
@@ -189,21 +180,19 @@ def test_steps_that_nobody_records_cost_no_look_at_a_bucket() -> None:
     assert counts[1] > 1, "one for each bucket of a step that is recorded"
 
 
-def test_a_second_call_begins_to_record_anew() -> None:
-    def rank_main(rank: int, world_size: int, process_group: Any) -> None:
-        model = BucketedDDP(layers(), process_group=process_group)
-        with pytest.raises(ConfigurationError, match="num_steps=0: expected a number of steps from 1"):
-            model.record_steps(0)
-        recorder = model.record_steps()
-        for num_steps, kept in ((2, [1, 2]), (5, [4, 5, 6])):
+@on_ranks(1)
+def test_a_second_call_begins_to_record_anew(process_group) -> None:
+    model = BucketedDDP(layers(), process_group=process_group)
+    with pytest.raises(ConfigurationError, match="num_steps=0: expected a number of steps from 1"):
+        model.record_steps(0)
+    recorder = model.record_steps()
+    for num_steps, kept in ((2, [1, 2]), (5, [4, 5, 6])):
+        model(torch.ones(2, 8)).sum().backward()
+        assert model.record_steps(num_steps) is recorder
+        assert not recorder.records
+        for _ in range(len(kept)):
             model(torch.ones(2, 8)).sum().backward()
-            assert model.record_steps(num_steps) is recorder
-            assert not recorder.records
-            for _ in range(len(kept)):
-                model(torch.ones(2, 8)).sum().backward()
-            assert [record.step for record in recorder.records] == kept
-
-    run_threads(rank_main, 1)
+        assert [record.step for record in recorder.records] == kept
 
 
 # ---------------------------------------------------------------------- the callback

@@ -22,8 +22,8 @@ ALL_CASES = [
     "clip",
     "bf16",
     "manual",
-    "toggled",
     "manual_accumulate",
+    "gan",
     "compiled",
     "two_epochs",
     "resumed",
@@ -31,15 +31,7 @@ ALL_CASES = [
 ]
 CASES_BY_LAUNCH = {
     "popen": ALL_CASES,
-    "torchrun": [case for case in ALL_CASES if case != "compiled"],  # once is enough
-    "spawn": ["plain", "accumulate"],
-    "fork": ["plain", "accumulate"],
-}
-STRATEGIES = {
-    "popen": "custom_ddp",
-    "torchrun": "custom_ddp",
-    "spawn": "custom_ddp_spawn",
-    "fork": "custom_ddp_fork",
+    "torchrun": [case for case in ALL_CASES if case not in ("gan", "compiled")],  # once is enough
 }
 pytestmark = pytest.mark.xdist_group("parity_trainer")  # they share what the fixtures make
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -78,9 +70,7 @@ def launches(tmp_path_factory) -> dict[str, Launch]:
     class Lazy(dict):
         def __missing__(self, name: str) -> Launch:
             launcher = TORCHRUN if name == "torchrun" else []
-            self[name] = launch(
-                STRATEGIES[name], CASES_BY_LAUNCH[name], tmp_path_factory.mktemp(name), launcher
-            )
+            self[name] = launch("custom_ddp", CASES_BY_LAUNCH[name], tmp_path_factory.mktemp(name), launcher)
             return self[name]
 
     return Lazy()

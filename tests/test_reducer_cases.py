@@ -1,10 +1,9 @@
-"""What the reducer promises beyond equal numbers: start, hooks, order, clear errors, interruptible waits."""
+"""What the reducer promises beyond equal numbers: hooks, order, interruptible waits."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks, run_threads
-from models import MLP, ConvBatchNorm, MixedDtypes, batch, build
+from harness import on_ranks, run_ranks, run_threads
+from models import MLP, batch, build
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.comm.activity import Activity, Interrupt
 
 ONE_BUCKET_EACH_MB = 1e-6  # one byte: every parameter has a bucket of its own
-FIRST_BUCKET_BYTES = 1024 * 1024
 
 
 def backward_of_batch(model: nn.Module, name: str, rank: int, step: int) -> None:
@@ -43,81 +42,7 @@ def mean_over_ranks(tensors: dict[str, Tensor], world_size: int, group: Any) -> 
     return means
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
-# ---------------------------------------------------------------- one start for all ranks
-
-
-class AllKinds(nn.Module):
-    """Parameters and buffers of many shapes, dtypes and layouts, filled with one number."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.features = ConvBatchNorm().to(memory_format=torch.channels_last)
-        self.mixed = MixedDtypes()
-        self.frozen = nn.Linear(3, 3).requires_grad_(False)
-        self.scalar = nn.Parameter(torch.zeros(()))
-        self.transposed = nn.Parameter(torch.zeros(3, 5).t())
-        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
-        self.register_buffer("transposed_buffer", torch.zeros(3, 5).t())
-        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
-        with torch.no_grad():
-            for tensor in [*self.parameters(), *self.buffers()]:
-                tensor.fill_(value)
-
-
-def states_before_and_after_wrapping(rank, world_size, group):
-    module = AllKinds(float(rank + 1))
-    before = {n: t.clone() for n, t in [*module.named_parameters(), *module.named_buffers()]}
-    identities = [id(t) for t in [*module.parameters(), *module.buffers()]]
-    model = BucketedDDP(module, process_group=group)
-    assert identities == [id(t) for t in [*model.module.parameters(), *model.module.buffers()]]
-    return before, {n: t.clone() for n, t in [*module.named_parameters(), *module.named_buffers()]}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameters_and_buffers_start_as_those_of_rank_0(world_size):
-    results = run_threads(states_before_and_after_wrapping, world_size)
-    first, _ = results[0]
-    for rank, (before, after) in enumerate(results):
-        assert_equal(after, first)
-        same = [name for name in first if torch.equal(before[name], first[name])]
-        # True is all that a bool can be when it is not 0
-        assert same == (list(first) if rank == 0 else ["mask"])
-
-
 # ---------------------------------------------------------------- communication hooks
-
-
-def hook_calls(rank, world_size, group, options):
-    module = MLP()
-    names = {id(p): n for n, p in module.named_parameters()}
-    model = BucketedDDP(module, process_group=group, **options)
-    calls: list[list[tuple[int, bool, list[str]]]] = []
-    state = object()
-
-    def hook(given_state, bucket):
-        assert given_state is state
-        buffer, params, grads = bucket.buffer(), bucket.parameters(), bucket.gradients()
-        assert buffer.dim() == 1
-        assert buffer.numel() == sum(p.numel() for p in params)
-        assert [g.shape for g in grads] == [p.shape for p in params]
-        with torch.no_grad():
-            buffer.fill_(len(calls))  # the gradients are views of the buffer
-        assert all(bool((g == len(calls)).all()) for g in grads)
-        calls[-1].append((bucket.index(), bucket.is_last(), [names[id(p)] for p in params]))
-        return done_future(buffer)
-
-    model.register_comm_hook(state, hook)
-    for step in range(4):
-        calls.append([])
-        backward_of_batch(model, "mlp", rank, step)
-        assert all(bool((p.grad == len(calls)).all()) for p in module.parameters())
-    return calls, list(names.values())
 
 
 def done_future(value: Any) -> torch.futures.Future[Any]:
@@ -130,55 +55,47 @@ def done_future(value: Any) -> torch.futures.Future[Any]:
     ("bucket_cap_mb", "num_buckets"), [(None, 1), (0.01, 2), (ONE_BUCKET_EACH_MB, 6)], ids=["1", "2", "6"]
 )
 @pytest.mark.parametrize("as_view", [True, False])
-def test_the_hook_is_called_once_for_each_bucket_in_order(bucket_cap_mb, num_buckets, as_view):
+@on_ranks(2)
+def test_the_hook_is_called_once_for_each_bucket_in_order(rank, group, bucket_cap_mb, num_buckets, as_view):
+    module = MLP()
     options = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": as_view}
-    for calls, names in run_threads(hook_calls, 2, options):
-        for step in calls:
-            assert [index for index, _, _ in step] == list(range(num_buckets))
-            assert [is_last for _, is_last, _ in step] == [False] * (num_buckets - 1) + [True]
-            assert sorted(name for _, _, bucket in step for name in bucket) == sorted(names)
-
-
-def grads_with_hook(rank, world_size, group, make_hook, as_view):
-    module = build("mlp", seed=3)
-    options = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": as_view}
     model = BucketedDDP(module, process_group=group, **options)
-    model.register_comm_hook(group, make_hook(rank))
-    grads, local = [], []
-    for step in range(3):
-        module.zero_grad()
+    calls: list[tuple[int, bool]] = []
+    called: list[nn.Parameter] = []
+    state = object()
+
+    def hook(given_state, bucket):
+        assert given_state is state
+        buffer, params, grads = bucket.buffer(), bucket.parameters(), bucket.gradients()
+        assert buffer.dim() == 1
+        assert buffer.numel() == sum(p.numel() for p in params)
+        assert [g.shape for g in grads] == [p.shape for p in params]
+        with torch.no_grad():
+            buffer.fill_(step)  # the gradients are views of the buffer
+        assert all(bool((g == step).all()) for g in grads)
+        calls.append((bucket.index(), bucket.is_last()))
+        called.extend(params)
+        return done_future(buffer)
+
+    model.register_comm_hook(state, hook)
+    for step in range(1, 5):
+        calls.clear()
+        called.clear()
         backward_of_batch(model, "mlp", rank, step)
-        grads.append(grads_of(module))
-        alone = build("mlp", seed=3)
-        backward_of_batch(alone, "mlp", rank, step)
-        local.append(grads_of(alone))
-    return grads, local
+        assert all(bool((p.grad == step).all()) for p in module.parameters())
+        assert calls == [(index, index == num_buckets - 1) for index in range(num_buckets)]
+        assert sorted(map(id, called)) == sorted(map(id, module.parameters()))
 
 
-def returns_its_input(rank: int) -> Callable[..., Any]:
-    return lambda state, bucket: done_future(bucket.buffer())
+def replaces_the_buffer(state, bucket):
+    tripled = bucket.buffer() * 3
+    bucket.set_buffer(tripled)
+    assert bucket.buffer() is tripled
+    assert torch.equal(bucket.gradients()[0].flatten(), tripled[: bucket.parameters()[0].numel()])
+    return done_future(bucket.buffer())
 
 
-def returns_zeros(rank: int) -> Callable[..., Any]:
-    return lambda state, bucket: done_future(torch.zeros_like(bucket.buffer()))
-
-
-def returns_a_list(rank: int) -> Callable[..., Any]:
-    return lambda state, bucket: state.allreduce([bucket.buffer()]).get_future()
-
-
-def replaces_the_buffer(rank: int) -> Callable[..., Any]:
-    def hook(state, bucket):
-        tripled = bucket.buffer() * 3
-        bucket.set_buffer(tripled)
-        assert bucket.buffer() is tripled
-        assert torch.equal(bucket.gradients()[0].flatten(), tripled[: bucket.parameters()[0].numel()])
-        return done_future(bucket.buffer())
-
-    return hook
-
-
-def answers_from_another_thread(rank: int) -> Callable[..., Any]:
+def answers_from_another_thread() -> Callable[..., Any]:
     last = threading.Event()
 
     def hook(state, bucket):
@@ -201,19 +118,27 @@ def answers_from_another_thread(rank: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize(
     ("make_hook", "factor"),
-    [(returns_its_input, 1), (returns_zeros, 0), (replaces_the_buffer, 3), (answers_from_another_thread, -1)],
+    [
+        (lambda: lambda state, bucket: done_future(bucket.buffer()), 1),
+        (lambda: lambda state, bucket: done_future(torch.zeros_like(bucket.buffer())), 0),
+        (lambda: replaces_the_buffer, 3),
+        (answers_from_another_thread, -1),
+    ],
+    ids=["its input", "zeros", "another buffer", "from another thread"],
 )
-def test_gradients_are_what_the_hook_returns(make_hook, factor, as_view):
-    for grads, local in run_threads(grads_with_hook, 2, make_hook, as_view):
-        for found, alone in zip(grads, local, strict=True):
-            assert_equal(found, {name: grad * factor for name, grad in alone.items()})
-
-
-def test_a_hook_may_return_the_future_of_a_collective():
-    (grads, local_0), (grads_1, local_1) = run_threads(grads_with_hook, 2, returns_a_list, True)
-    for found, again, first, second in zip(grads, grads_1, local_0, local_1, strict=True):
-        assert_equal(found, {name: first[name] + second[name] for name in first})
-        assert_equal(again, found)
+@on_ranks(2)
+def test_gradients_are_what_the_hook_returns(rank, group, make_hook, factor, as_view):
+    module = build("mlp", seed=3)
+    options = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": as_view}
+    model = BucketedDDP(module, process_group=group, **options)
+    model.register_comm_hook(None, make_hook())
+    for step in range(3):
+        module.zero_grad()
+        backward_of_batch(model, "mlp", rank, step)
+        alone = build("mlp", seed=3)
+        backward_of_batch(alone, "mlp", rank, step)
+        for found, own in zip(module.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(found.grad, own.grad * factor)
 
 
 # ---------------------------------------------------------------- the order of the buckets
@@ -222,11 +147,9 @@ def test_a_hook_may_return_the_future_of_a_collective():
 class RunsInAnotherOrder(nn.Module):
     """Registers a, b, c and runs c, a, b; with `swapped` it runs b, a, c."""
 
-    def __init__(self, size: int, swapped: bool = False) -> None:
+    def __init__(self, swapped: bool) -> None:
         super().__init__()
-        self.a = nn.Linear(size, size, bias=False)
-        self.b = nn.Linear(size, size, bias=False)
-        self.c = nn.Linear(size, size, bias=False)
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
         self.order = "bac" if swapped else "cab"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -235,9 +158,9 @@ class RunsInAnotherOrder(nn.Module):
         return x
 
 
-def bucket_orders(rank, world_size, group, swapped_on, bucket_cap_mb, size):
-    module = RunsInAnotherOrder(size, swapped=rank == swapped_on)
-    model = BucketedDDP(module, process_group=group, bucket_cap_mb=bucket_cap_mb)
+def bucket_orders(rank, world_size, group, swapped_on):
+    module = RunsInAnotherOrder(rank == swapped_on)
+    model = BucketedDDP(module, process_group=group, bucket_cap_mb=ONE_BUCKET_EACH_MB)
     names = {id(p): n.removesuffix(".weight") for n, p in module.named_parameters()}
     orders: list[list[str]] = []
 
@@ -250,37 +173,23 @@ def bucket_orders(rank, world_size, group, swapped_on, bucket_cap_mb, size):
     for step in range(4):
         orders.append([])
         module.zero_grad()
-        generator = torch.Generator().manual_seed(100 * rank + step)
-        model(torch.randn(2, size, generator=generator)).sum().backward()
-        alone = RunsInAnotherOrder(size, swapped=rank == swapped_on)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+        model(x).sum().backward()
+        alone = RunsInAnotherOrder(rank == swapped_on)
         alone.load_state_dict(module.state_dict())
-        generator.manual_seed(100 * rank + step)
-        alone(torch.randn(2, size, generator=generator)).sum().backward()
+        alone(x).sum().backward()
         expected = mean_over_ranks(grads_of(alone), world_size, group)
         # the hook divides before it sums, the reference after: at 3 ranks they round differently
         torch.testing.assert_close(grads_of(module), expected, rtol=1e-6, atol=1e-7)
     return orders
 
 
-def test_buckets_follow_registration_at_first_then_the_order_of_readiness():
+@pytest.mark.parametrize(("world_size", "swapped_on"), [(2, None), (3, 0), (3, 1), (3, 2)])
+def test_buckets_follow_registration_at_first_then_the_order_of_readiness_of_rank_0(world_size, swapped_on):
     # c, a, b run forward, so that their gradients are ready as b, a, c
-    for orders in run_threads(bucket_orders, 2, None, ONE_BUCKET_EACH_MB, 4):
-        assert orders == [["c", "b", "a"]] + [["b", "a", "c"]] * 3
-
-
-@pytest.mark.parametrize("swapped_on", [0, 1, 2])
-def test_all_ranks_follow_the_order_of_rank_0(swapped_on):
     rank_0_order = ["c", "a", "b"] if swapped_on == 0 else ["b", "a", "c"]
-    for orders in run_threads(bucket_orders, 3, swapped_on, ONE_BUCKET_EACH_MB, 4):
+    for orders in run_threads(bucket_orders, world_size, swapped_on):
         assert orders == [["c", "b", "a"]] + [rank_0_order] * 3
-
-
-def test_the_first_bucket_is_smaller_than_the_others_by_default():
-    # two parameters of 600 KiB: more than 1 MiB together, less than 25 MiB
-    size = int((600 * 1024 / 4) ** 0.5)
-    assert FIRST_BUCKET_BYTES < 2 * size * size * 4 < 25 * FIRST_BUCKET_BYTES
-    for orders in run_threads(bucket_orders, 2, None, None, size):
-        assert orders == [["c", "ba"]] + [["b", "ac"]] * 3
 
 
 # ---------------------------------------------------------------- interruptions
@@ -292,8 +201,8 @@ class Interruption(Exception):
 
 def interrupted_while_peer_is_late(rank, world_size, signal_number, with_hook, fifo):
     """Rank 1 enters backward only after rank 0 was interrupted in it. Rank 0 returns what it saw."""
-    module = build("mlp", seed=5)
-    model = BucketedDDP(module)
+    module, interrupt = build("mlp", seed=5), Interrupt()
+    model = BucketedDDP(module, interrupt=interrupt)
     if with_hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(2):
@@ -314,7 +223,8 @@ def interrupted_while_peer_is_late(rank, world_size, signal_number, with_hook, f
 
     signal.signal(signal_number, handler)
     sent_at: list[float] = []
-    sender = threading.Thread(target=signal_when_pending, args=(signal_number, sent_at), daemon=True)
+    arguments = interrupt.activity, signal_number, sent_at
+    sender = threading.Thread(target=signal_when_waiting, args=arguments, daemon=True)
     sender.start()
     try:
         loss.backward()
@@ -328,24 +238,10 @@ def interrupted_while_peer_is_late(rank, world_size, signal_number, with_hook, f
     return seen, handled, seen_at - sent_at[0]
 
 
-def signal_when_pending(signal_number: int, sent_at: list[float]) -> None:
-    """Sends the signal once the main thread has been in the same functions for a while: it waits."""
-    main = threading.main_thread().ident
-    last, num_same = None, 0
-    pause = threading.Event()
+def signal_when_waiting(activity: Activity, signal_number: int, sent_at: list[float]) -> None:
     deadline = time.monotonic() + 10
-    while num_same < 5 and time.monotonic() < deadline:
-        frame, functions = sys._current_frames()[main], []
-        while frame is not None:
-            functions.append(
-                frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-            )
-            frame = frame.f_back
-        # innermost helpers of a sliced wait come and go; the reducer's wait below them stays
-        outer = functions[-8:] if len(functions) > 8 else functions
-        num_same = num_same + 1 if outer == last else 0
-        last = outer
-        pause.wait(0.02)
+    while activity.label is None and time.monotonic() < deadline:
+        time.sleep(0.005)
     sent_at.append(time.monotonic())
     os.kill(os.getpid(), signal_number)
 
@@ -382,19 +278,19 @@ class SlowEngine:
         self.was_overtaken = self.other_has_returned.wait(0.5)
 
 
-def begin_in_two_threads(rank, world_size, group, engine):
-    reducer = BucketedDDP(nn.Linear(2, 2), process_group=group).reducer
-    reducer.arm()
-    first = threading.Thread(target=reducer.begin)
-    first.start()
-    assert engine.is_inside.wait(20)
-    reducer.begin()
-    engine.other_has_returned.set()
-    first.join(20)
-    return reducer.step, engine.num_calls, engine.was_overtaken
-
-
 def test_of_the_threads_of_several_devices_one_begins_the_backward_and_the_others_wait(monkeypatch):
     engine = SlowEngine()
     monkeypatch.setattr("lightning_ddp.ddp.reducer.queue_callback", engine.queue_callback)
-    assert run_threads(begin_in_two_threads, 1, engine) == [(0, 1, False)]
+
+    def rank_main(rank, world_size, group):
+        reducer = BucketedDDP(nn.Linear(2, 2), process_group=group).reducer
+        reducer.arm()
+        first = threading.Thread(target=reducer.begin)
+        first.start()
+        assert engine.is_inside.wait(20)
+        reducer.begin()
+        engine.other_has_returned.set()
+        first.join(20)
+        assert (reducer.step, engine.num_calls, engine.was_overtaken) == (0, 1, False)
+
+    run_threads(rank_main, 1)

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import host_with, run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
+from harness import host_with, on_ranks, run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -34,7 +34,7 @@ from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.reduction import Reduction
 from lightning_ddp.encoding.side_stream import Channel
-from lightning_ddp.errors import ConfigurationError, PeerFailure, RankMismatchError
+from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.shm.hosts import find_hosts
 from lightning_ddp.shm.shared_memory import SharedMemory
@@ -50,9 +50,12 @@ SOON_S = 10.0  # a hundredth of it is usual; more would be somebody's time limit
 
 
 def connected(
-    group: Any, numels: Sequence[tuple[int, torch.dtype]], host: str | None = None
+    group: Any,
+    numels: Sequence[tuple[int, torch.dtype]],
+    host: str | None = None,
+    interrupt: Interrupt | None = None,
 ) -> tuple[SharedMemory, list[Tensor]]:
-    shared = Group(group, transport=SHARED)
+    shared = Group(group, interrupt, transport=SHARED)
     hosts = find_hosts(shared, CPU, host)
     assert hosts is not None
     memory = SharedMemory(shared, hosts)
@@ -124,42 +127,36 @@ def test_ranks_of_several_hosts_get_the_same_sum(hosts) -> None:
         assert last == (0 if rank == 0 else sum(ranks))
 
 
-def test_parts_of_a_tensor_and_ranks_with_nothing_to_add() -> None:
-    def rank_main(rank, _, group):
-        memory, (tensor,) = connected(group, [(100, torch.float32)])
-        tensor.fill_(rank + 1)
-        memory.all_reduce(tensor[10:40])
-        if rank == 1:
-            memory.all_reduce(tensor[60:80], contributes=False)
-        else:
-            memory.all_reduce(tensor[60:80])
-        return [part.unique().tolist() for part in tensor.split((10, 30, 20, 20, 20))]
-
-    assert run_threads(rank_main, 3) == [
+@on_ranks(3)
+def test_parts_of_a_tensor_and_ranks_with_nothing_to_add(rank, group) -> None:
+    memory, (tensor,) = connected(group, [(100, torch.float32)])
+    tensor.fill_(rank + 1)
+    memory.all_reduce(tensor[10:40])
+    if rank == 1:
+        memory.all_reduce(tensor[60:80], contributes=False)
+    else:
+        memory.all_reduce(tensor[60:80])
+    assert [part.unique().tolist() for part in tensor.split((10, 30, 20, 20, 20))] == [
         [[1.0], [6.0], [1.0], [4.0], [1.0]],
         [[2.0], [6.0], [2.0], [2.0], [2.0]],
         [[3.0], [6.0], [3.0], [4.0], [3.0]],
-    ]
+    ][rank]
 
 
-def test_a_tensor_that_lies_elsewhere_is_refused() -> None:
-    def rank_main(_rank, _, group):
-        memory, _ = connected(group, [(4, torch.float32)])
-        with pytest.raises(ValueError, match="not in shared memory"):
-            memory.all_reduce(torch.zeros(4))
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_tensor_that_lies_elsewhere_is_refused(group) -> None:
+    memory, _ = connected(group, [(4, torch.float32)])
+    with pytest.raises(ValueError, match="not in shared memory"):
+        memory.all_reduce(torch.zeros(4))
 
 
-def test_ranks_that_reduce_different_tensors_are_told_so() -> None:
-    def rank_main(rank, _, group):
-        memory, tensors = connected(group, [(4, torch.float32), (5, torch.float64)])
-        with pytest.raises(RuntimeError, match=r"rank 0 has 4 elements of torch\.float32 and rank 1 has 5"):
-            memory.all_reduce(tensors[rank])
-        with pytest.raises(RuntimeError, match="the ranks reduce different tensors"):
-            memory.all_reduce(tensors[0])  # the ranks no longer agree on anything
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_ranks_that_reduce_different_tensors_are_told_so(rank, group) -> None:
+    memory, tensors = connected(group, [(4, torch.float32), (5, torch.float64)])
+    with pytest.raises(RuntimeError, match=r"rank 0 has 4 elements of torch\.float32 and rank 1 has 5"):
+        memory.all_reduce(tensors[rank])
+    with pytest.raises(RuntimeError, match="the ranks reduce different tensors"):
+        memory.all_reduce(tensors[0])  # the ranks no longer agree on anything
 
 
 def test_what_the_interrupt_holds_ends_a_wait() -> None:
@@ -167,10 +164,7 @@ def test_what_the_interrupt_holds_ends_a_wait() -> None:
 
     def rank_main(rank, _, group):
         interrupt = Interrupt()
-        shared = Group(group, interrupt, transport=SHARED)
-        memory = SharedMemory(shared, find_hosts(shared, CPU))
-        tensor = memory.zeros(4, torch.float32)
-        memory.connect()
+        memory, (tensor,) = connected(group, [(4, torch.float32)], interrupt=interrupt)
         if rank == 1:
             assert stop.wait(SOON_S)
             return 0.0
@@ -189,10 +183,7 @@ def test_a_deadline_knows_who_has_not_come() -> None:
 
     def rank_main(rank, _, group):
         interrupt, absent = Interrupt(), ()
-        shared = Group(group, interrupt, transport=SHARED)
-        memory = SharedMemory(shared, find_hosts(shared, CPU))
-        tensor = memory.zeros(4, torch.float32)
-        memory.connect()
+        memory, (tensor,) = connected(group, [(4, torch.float32)], interrupt=interrupt)
         if rank % 2 == 0:
             interrupt.supervisor = SimpleNamespace(
                 explain=lambda _: TimeoutError(interrupt.activity.absent), deadline_s=0.5, is_comparing=False
@@ -218,85 +209,80 @@ def test_a_rank_that_lets_go_of_its_memory_ends_the_wait_of_others() -> None:
     assert second.status == "returned"
 
 
-def test_a_reduction_that_is_closed_waits_no_longer_for_ranks_that_do_not_come() -> None:
-    is_closed = threading.Event()
-
-    def rank_main(rank, _, group):
-        memory, tensors = connected(group, [(4, torch.float32)])
-        if rank == 1:
-            assert is_closed.wait(SOON_S)
-            with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
-                memory.all_reduce(tensors[0])
-            return
-        reduction = Reduction(Group(group, transport=SHARED), memory)
-        work = reduction._worker.submit(partial(memory.all_reduce, tensors[0]))
-        reduction.close()
-        with pytest.raises(RuntimeError, match="this rank has let go of its shared memory"):
-            work.wait(timedelta(seconds=SOON_S))
-        is_closed.set()
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_reduction_that_is_closed_waits_no_longer_for_ranks_that_do_not_come(rank, group, event) -> None:
+    memory, tensors = connected(group, [(4, torch.float32)])
+    if rank == 1:
+        assert event.wait(SOON_S)
+        with pytest.raises(RuntimeError, match="connection closed by peer: rank 0"):
+            memory.all_reduce(tensors[0])
+        return
+    reduction = Reduction(Group(group, transport=SHARED), memory)
+    work = reduction._worker.submit(partial(memory.all_reduce, tensors[0]))
+    reduction.close()
+    with pytest.raises(RuntimeError, match="this rank has let go of its shared memory"):
+        work.wait(timedelta(seconds=SOON_S))
+    event.set()
 
 
-def test_a_channel_s_jobs_share_memory_and_count_as_others_do() -> None:
-    def rank_main(rank, _, group):
-        answers = []
-        for transport in (SHARED, GLOO):
-            channel = Channel(Group(group, transport=transport), CPU)
-            large = values(rank, 600_001, torch.float32)  # more than a piece
-            lent = channel.empties(2, 1000, torch.float64)
-            found = [channel.wait(channel.submit(partial(channel.all_reduce, large)))]
-            for index, tensor in enumerate(lent):
-                tensor.fill_(rank + index)
-                found.append(channel.wait(channel.submit(partial(channel.all_reduce, tensor))).clone())
-            answers.append((found, channel.num_bytes_sent))
-        (shared, num_shared), (sent, num_sent) = answers
-        assert all(map(torch.equal, shared, sent))
-        assert num_shared == num_sent
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_channel_s_jobs_share_memory_and_count_as_others_do(rank, group) -> None:
+    answers = []
+    for transport in (SHARED, GLOO):
+        channel = Channel(Group(group, transport=transport), CPU)
+        large = values(rank, 600_001, torch.float32)  # more than a piece
+        lent = channel.empties(2, 1000, torch.float64)
+        found = [channel.wait(channel.submit(partial(channel.all_reduce, large)))]
+        for index, tensor in enumerate(lent):
+            tensor.fill_(rank + index)
+            found.append(channel.wait(channel.submit(partial(channel.all_reduce, tensor))).clone())
+        answers.append((found, channel.num_bytes_sent))
+    (shared, num_shared), (sent, num_sent) = answers
+    assert all(map(torch.equal, shared, sent))
+    assert num_shared == num_sent
 
 
 # ---------------------------------------------------------------- hooks and averagers
 
 
-@pytest.mark.parametrize("spec", ["allreduce", "bf16", "powersgd", {"name": "topk", "ratio": 0.3}], ids=str)
-def test_hooks_give_the_same_over_either_transport(spec) -> None:
-    def rank_main(rank, _, group):
-        found = []
-        for transport in (SHARED, GLOO):
-            torch.manual_seed(0)
-            module = nn.Linear(64, 48)
-            model = BucketedDDP(module, process_group=group, transport=transport)
-            model.register_comm_hook(None, build_hook(spec, Group(group, transport=transport)))
-            for step in range(3):
-                model.zero_grad()
-                model(values(10 * step + rank, 128, torch.float32).view(2, 64)).sum().backward()
-            found.append([p.grad.clone() for p in module.parameters()])
-        assert all(map(torch.equal, *found))
-
-    run_threads(rank_main, 2)
+def with_hook(rank, group, spec, process_group) -> list[Tensor]:
+    module = nn.Linear(64, 48)
+    model = BucketedDDP(module, process_group=process_group, transport=group.transport)
+    model.register_comm_hook(None, build_hook(spec, group))
+    for step in range(3):
+        model.zero_grad()
+        model(values(10 * step + rank, 128, torch.float32).view(2, 64)).sum().backward()
+    return [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("spec", [{"name": "post_local_sgd", "start_step": 0}, {"name": "diloco"}], ids=str)
-def test_averagers_give_the_same_over_either_transport(spec) -> None:
-    def rank_main(rank, _, group):
-        found = []
-        for transport in (SHARED, GLOO):
-            torch.manual_seed(0)
-            module = nn.Linear(700, 900)
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            ranks = Group(group, transport=transport)
-            averager = build_averager(spec | {"period": 2}, module, [optimizer], ranks)
-            for step in range(4):
-                for p in module.parameters():
-                    p.grad = values(10 * step + rank, p.numel(), torch.float32).view(p.shape)
-                optimizer.step()
-                averager.step(optimizer)
-            found.append([p.detach().clone() for p in module.parameters()])
-        assert all(map(torch.equal, *found))
+def with_averager(rank, group, spec, process_group) -> list[Tensor]:
+    module = nn.Linear(700, 900)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(values(0, p.numel(), torch.float32).view(p.shape))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    averager = build_averager(spec | {"period": 2}, module, [optimizer], group)
+    for step in range(4):
+        for p in module.parameters():
+            p.grad = values(10 * step + rank, p.numel(), torch.float32).view(p.shape)
+        optimizer.step()
+        averager.step(optimizer)
+    return [p.detach() for p in module.parameters()]
 
-    run_threads(rank_main, 2)
+
+@pytest.mark.parametrize(
+    ("train", "spec"),
+    [
+        *((with_hook, spec) for spec in ("allreduce", "bf16", "powersgd", {"name": "topk", "ratio": 0.3})),
+        (with_averager, {"name": "post_local_sgd", "start_step": 0}),
+        (with_averager, {"name": "diloco"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@on_ranks(2)
+def test_hooks_and_averagers_give_the_same_over_either_transport(rank, process_group, train, spec) -> None:
+    groups = [Group(process_group, transport=transport) for transport in (SHARED, GLOO)]
+    assert all(map(torch.equal, *(train(rank, group, spec, process_group) for group in groups)))
 
 
 # ---------------------------------------------------------------- processes
@@ -331,11 +317,8 @@ def gradients(transport: str, rank: int, case: str, options: dict[str, Any]) -> 
     for step in range(4):
         x = values(10 * step + rank, 16, torch.float32).view(2, 8)
         use = (step % 2,) if options.get("find_unused_parameters") else (0, 1)
-        model.zero_grad(set_to_none=case != "kept")
-        if case == "accumulated":
-            with model.no_sync():
-                model(x, use).backward()
-        model(x + 1, use).backward()
+        model.zero_grad()
+        model(x, use).backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     if case == "uneven":
         with model.join():
@@ -347,9 +330,6 @@ def gradients(transport: str, rank: int, case: str, options: dict[str, Any]) -> 
 
 
 CASES = {
-    "plain": {},
-    "kept": {},
-    "accumulated": {"gradient_as_bucket_view": False},
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
     "uneven": {},
@@ -474,11 +454,3 @@ def test_an_unknown_transport_is_refused_by_wrapper_and_strategy() -> None:
     for make in (BucketedDDP, CustomDDPStrategy):
         with pytest.raises(ConfigurationError, match="transport='tcp': expected 'auto', 'gloo'"):
             make(**({"module": nn.Linear(1, 1)} if make is BucketedDDP else {}), transport="tcp")
-
-
-def test_ranks_that_ask_for_different_transports_are_told_so() -> None:
-    def rank_main(rank, _, group):
-        with pytest.raises(RankMismatchError, match="transport is 'shared_memory' on rank 0"):
-            BucketedDDP(nn.Linear(2, 2), process_group=group, transport=(SHARED, GLOO)[rank])
-
-    run_threads(rank_main, 2)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import TRAINS, run_ranks, run_script, run_threads
+from harness import TRAINS, on_ranks, run_ranks, run_script, run_threads
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
@@ -56,37 +56,20 @@ def reductions(rank, world_size):
     for src in range(world_size):
         assert ours.broadcast({"from": rank}, src=src) == {"from": src}
     ours.barrier("named")
+    reduced = ours.reduce({"a": inputs[2], "b": [inputs[1], "text", None, 7]}, reduce_op="sum")
+    assert (reduced["a"].item(), reduced["b"][0].tolist(), reduced["b"][1:]) == (3, [3, 9], ["text", None, 7])
+    with pytest.raises(ConfigurationError, match="reduce_op='median': expected avg"):
+        ours.reduce(torch.ones(1), reduce_op="median")
+    tensor = torch.tensor([rank + 1.0], requires_grad=True)
+    (ours.all_gather(tensor, sync_grads=True) * torch.tensor([[2.0], [5.0]])).sum().backward()
+    assert tensor.grad.item() == (4.0, 10.0)[rank], "gradients are sent back"
     return seen
 
 
-def test_collectives_agree_with_lightnings() -> None:
+def test_collectives_agree_with_lightnings_and_reach_into_containers() -> None:
     first, second = run_ranks(reductions, 2)
     assert first == second
     assert first[0] == [2.25, -3.0]
-
-
-def nested(rank, world_size):
-    strategy = joined(CustomDDPStrategy(parallel_devices=CPUS), rank, world_size)
-    values = {"a": torch.tensor(rank + 1.0), "b": [torch.tensor([rank, 2]), "text", None, 7]}
-    reduced = strategy.reduce(values, reduce_op="sum")
-    with pytest.raises(ConfigurationError, match="reduce_op='median': expected avg"):
-        strategy.reduce(torch.ones(1), reduce_op="median")
-    return reduced["a"].item(), reduced["b"][0].tolist(), reduced["b"][1:]
-
-
-def test_nested_containers_are_reduced_and_the_rest_is_left_alone() -> None:
-    assert run_ranks(nested, 2) == [(3.0, [1, 4], ["text", None, 7])] * 2
-
-
-def gathered_gradient(rank, world_size):
-    strategy = joined(CustomDDPStrategy(parallel_devices=CPUS), rank, world_size)
-    tensor = torch.tensor([rank + 1.0], requires_grad=True)
-    (strategy.all_gather(tensor, sync_grads=True) * torch.tensor([[2.0], [5.0]])).sum().backward()
-    return tensor.grad.item()
-
-
-def test_gathered_tensors_send_their_gradients_back() -> None:
-    assert run_ranks(gathered_gradient, 2) == [4.0, 10.0]
 
 
 def test_before_the_launch_collectives_do_nothing() -> None:
@@ -99,13 +82,11 @@ def test_before_the_launch_collectives_do_nothing() -> None:
         strategy._setup_model(torch.nn.Linear(1, 1))
 
 
-def test_sync_batchnorm_on_the_cpu_is_refused_with_the_layer() -> None:
-    def rank_main(rank, world_size, group):
-        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
-        with pytest.raises(ConfigurationError, match=r"SyncBatchNorm layers only work with GPU modules.*'1'"):
-            BucketedDDP(module, process_group=group)
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_sync_batchnorm_on_the_cpu_is_refused_with_the_layer(group) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    with pytest.raises(ConfigurationError, match=r"SyncBatchNorm layers only work with GPU modules.*'1'"):
+        BucketedDDP(module, process_group=group)
 
 
 def manual_gradients(rank, world_size, keeps):

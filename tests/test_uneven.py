@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from harness import run_threads
+from harness import on_ranks, run_threads
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.ddp.lockstep import Lockstep, Turn
-from lightning_ddp.errors import ConfigurationError, UnevenInputsError
+from lightning_ddp.errors import UnevenInputsError
 
 CPU = torch.device("cpu")
 
@@ -49,116 +49,90 @@ def walk(lockstep: Lockstep, loader: Any) -> list[tuple[Any, Turn]]:
     return seen
 
 
-def walk_two_epochs(rank, world_size, process_group, counts):
+@on_ranks(2)
+def test_a_rank_repeats_its_last_batch_until_all_have_run_out(rank, process_group) -> None:
     lockstep = Lockstep(Group(process_group), CPU)
-    numbers = Numbers(counts[rank])
+    numbers = Numbers([1, 3][rank])
     loader = lockstep.wrap(numbers)
     epochs = [[(b["numbers"], t) for b, t in walk(lockstep, loader)] for _ in range(2)]
-    return epochs, numbers.num_asked
-
-
-def test_a_rank_repeats_its_last_batch_until_all_have_run_out() -> None:
-    (first, first_asked), (second, second_asked) = run_threads(walk_two_epochs, 2, [1, 3])
     both, replays, alone = (
         Turn(is_replay=is_replay, num_active=num_active)
         for is_replay, num_active in ((False, 2), (True, 1), (False, 1))
     )
-    assert first == [
+    first = [
         [([1], both), ([1], replays), ([1], replays)],
         [([3], both), ([3], replays), ([3], replays)],
     ]
-    assert second == [
+    second = [
         [([1], both), ([2], alone), ([3], alone)],
         [([5], both), ([6], alone), ([7], alone)],
     ]
-    assert (first_asked, second_asked) == (4, 8), "a loader is asked once after its end"
+    assert epochs == [first, second][rank]
+    assert numbers.num_asked == [4, 8][rank], "a loader is asked once after its end"
 
 
-def test_one_rank_alone_sees_its_batches_once() -> None:
-    ((epochs, _),) = run_threads(walk_two_epochs, 1, [2])
-    assert [[batch for batch, _ in epoch] for epoch in epochs] == [[[1], [2]], [[4], [5]]]
-
-
-def test_a_batch_that_is_fetched_ahead_keeps_its_turn() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        fetched = iter(lockstep.wrap(Numbers([1, 3][rank])))
-        next(fetched)
-        turns = []
-        for _ in range(2):
-            next(fetched)
-            lockstep.begin()
-            lockstep.begin()  # a batch that is moved by hand is not a step
-            turns.append(lockstep.turn.is_replay)
-        assert next(fetched, None) is None
-        lockstep.begin()
-        return [*turns, lockstep.turn.is_replay]
-
-    assert run_threads(rank_main, 2) == [[False, True, True], [False, False, False]]
-
-
-def test_what_was_fetched_ahead_is_forgotten_in_a_new_epoch() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        loader = lockstep.wrap([[0]] * [1, 3][rank])
-        fetched = iter(loader)
+@on_ranks(2)
+def test_a_batch_that_is_fetched_ahead_keeps_its_turn(rank, process_group) -> None:
+    lockstep = Lockstep(Group(process_group), CPU)
+    fetched = iter(lockstep.wrap(Numbers([1, 3][rank])))
+    next(fetched)
+    turns = []
+    for _ in range(2):
         next(fetched)
         lockstep.begin()
-        next(fetched)  # a replay on rank 0, which an epoch that is left early does not use
-        next(iter(loader))
-        lockstep.begin()
-        return lockstep.turn
-
-    assert run_threads(rank_main, 2) == [Turn(is_replay=False, num_active=2)] * 2
-
-
-def test_the_last_batch_is_kept_until_it_is_forgotten() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        batch = torch.zeros(1)
-        reference = weakref.ref(batch)
-        fetched = iter(lockstep.wrap([batch] * [1, 2][rank]))
-        assert [next(fetched) is batch for _ in range(2)] == [True, True]
-        del batch, fetched
-        assert reference() is not None
-        lockstep.forget()
-        return reference() is None
-
-    assert run_threads(rank_main, 2) == [True, True]
+        lockstep.begin()  # a batch that is moved by hand is not a step
+        turns.append(lockstep.turn.is_replay)
+    assert next(fetched, None) is None
+    lockstep.begin()
+    assert [*turns, lockstep.turn.is_replay] == [[False, True, True], [False, False, False]][rank]
 
 
-def test_the_loader_is_as_long_as_the_longest_and_else_like_the_one_inside() -> None:
-    def rank_main(rank, world_size, process_group):
-        inside = DataLoader(list(range(3 + 4 * rank)), batch_size=2)
-        inside.state_dict = dict  # as loaders have that can be resumed
-        loader = Lockstep(Group(process_group), CPU).wrap(inside)
-        assert loader.dataset is inside.dataset
-        assert loader.sampler is inside.sampler
-        loader.worker_init_fn = print
-        assert inside.worker_init_fn is print
-        for name in ("state_dict", "load_state_dict", "nonsense"):
-            assert not hasattr(loader, name)
-        assert copy.copy(loader).batch_sampler is inside.batch_sampler
-        return len(loader)
-
-    assert run_threads(rank_main, 2) == [4, 4]
+@on_ranks(2)
+def test_what_was_fetched_ahead_is_forgotten_in_a_new_epoch(rank, process_group) -> None:
+    lockstep = Lockstep(Group(process_group), CPU)
+    loader = lockstep.wrap([[0]] * [1, 3][rank])
+    fetched = iter(loader)
+    next(fetched)
+    lockstep.begin()
+    next(fetched)  # a replay on rank 0, which an epoch that is left early does not use
+    next(iter(loader))
+    lockstep.begin()
+    assert lockstep.turn == Turn(is_replay=False, num_active=2)
 
 
-def test_a_loader_without_a_length_has_none() -> None:
-    def rank_main(rank, world_size, process_group):
-        loader = Lockstep(Group(process_group), CPU).wrap(Numbers(1))
-        with pytest.raises(TypeError, match="Numbers has no length"):
-            len(loader)
+@on_ranks(2)
+def test_the_last_batch_is_kept_until_it_is_forgotten(rank, process_group) -> None:
+    lockstep = Lockstep(Group(process_group), CPU)
+    batch = torch.zeros(1)
+    reference = weakref.ref(batch)
+    fetched = iter(lockstep.wrap([batch] * [1, 2][rank]))
+    assert [next(fetched) is batch for _ in range(2)] == [True, True]
+    del batch, fetched
+    assert reference() is not None
+    lockstep.forget()
+    assert reference() is None
 
-    run_threads(rank_main, 2)
+
+@on_ranks(2)
+def test_the_loader_is_as_long_as_the_longest_and_else_like_the_one_inside(rank, process_group) -> None:
+    inside = DataLoader(list(range(3 + 4 * rank)), batch_size=2)
+    inside.state_dict = dict  # as loaders have that can be resumed
+    loader = Lockstep(Group(process_group), CPU).wrap(inside)
+    assert loader.dataset is inside.dataset
+    assert loader.sampler is inside.sampler
+    loader.worker_init_fn = print
+    assert inside.worker_init_fn is print
+    for name in ("state_dict", "load_state_dict", "nonsense"):
+        assert not hasattr(loader, name)
+    assert copy.copy(loader).batch_sampler is inside.batch_sampler
+    assert len(loader) == 4
 
 
-def test_a_length_on_some_ranks_only_is_an_error_on_all() -> None:
-    def rank_main(rank, world_size, process_group):
-        with pytest.raises(ConfigurationError, match=r"no length on ranks \[1, 2\]"):
-            Lockstep(Group(process_group), CPU).wrap(Numbers(1) if rank else [1])
-
-    run_threads(rank_main, 3)
+@on_ranks(2)
+def test_a_loader_without_a_length_has_none(process_group) -> None:
+    loader = Lockstep(Group(process_group), CPU).wrap(Numbers(1))
+    with pytest.raises(TypeError, match="Numbers has no length"):
+        len(loader)
 
 
 def test_a_rank_without_a_batch_of_its_own_repeats_a_spare_one() -> None:
@@ -168,18 +142,6 @@ def test_a_rank_without_a_batch_of_its_own_repeats_a_spare_one() -> None:
 
     found = [[(batch, turn.is_replay) for batch, turn in seen] for seen in run_threads(rank_main, 2)]
     assert found == [[([1], False), ([2], False)], [([7], True), ([7], True)]]
-
-
-def test_a_second_loader_is_refused_until_the_first_is_iterated_over() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        loader = lockstep.wrap([1])
-        with pytest.raises(ConfigurationError, match="supports one training dataloader"):
-            lockstep.wrap([1])
-        iter(loader)
-        lockstep.wrap([1])
-
-    run_threads(rank_main, 2)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +155,12 @@ def test_a_second_loader_is_refused_until_the_first_is_iterated_over() -> None:
         ),
     ],
 )
-def test_ranks_that_cannot_go_on_are_named_on_all(counts, is_allowed, message) -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU, is_allowed=is_allowed)
-        loader = lockstep.wrap([[0]] * counts[rank])
-        with pytest.raises(UnevenInputsError, match=message.format(rank=rank, count=counts[rank])):
-            walk(lockstep, loader)
-
-    run_threads(rank_main, 3)
+@on_ranks(3)
+def test_ranks_that_cannot_go_on_are_named_on_all(rank, process_group, counts, is_allowed, message) -> None:
+    lockstep = Lockstep(Group(process_group), CPU, is_allowed=is_allowed)
+    loader = lockstep.wrap([[0]] * counts[rank])
+    with pytest.raises(UnevenInputsError, match=message.format(rank=rank, count=counts[rank])):
+        walk(lockstep, loader)
 
 
 REDUCED = {  # of ranks 0 and 1, which hold [2, -3] and [5, 4]; rank 2 repeats
@@ -227,43 +187,39 @@ KINDS = [
 
 @pytest.mark.parametrize(("op", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize("is_own_group", [True, False])
-def test_a_reduction_is_over_the_ranks_that_have_a_batch(op, dtype, is_own_group) -> None:
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        lockstep = Lockstep(group if is_own_group else Group(process_group), CPU)
-        lockstep.turn = Turn(is_replay=rank == 2, num_active=2)
-        values = torch.tensor([[2, -3], [5, 4], [7, 100]][rank], dtype=dtype)
-        lockstep.reduce(group, [values], op)
-        return values.tolist()
-
+@on_ranks(3)
+def test_a_reduction_is_over_the_ranks_that_have_a_batch(
+    rank, process_group, op, dtype, is_own_group
+) -> None:
+    group = Group(process_group)
+    lockstep = Lockstep(group if is_own_group else Group(process_group), CPU)
+    lockstep.turn = Turn(is_replay=rank == 2, num_active=2)
+    values = torch.tensor([[2, -3], [5, 4], [7, 100]][rank], dtype=dtype)
+    lockstep.reduce(group, [values], op)
     expected = torch.tensor(REDUCED[op]).to(dtype).tolist()
-    assert run_threads(rank_main, 3) == [expected] * 3
+    assert values.tolist() == expected
 
 
-def test_ranks_that_all_repeat_reduce_what_they_hold() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        lockstep.turn = Turn(is_replay=True, num_active=5)  # of a group around this one
-        value = torch.tensor(rank + 1.0)
-        lockstep.reduce(Group(process_group), [value], "mean")
-        return value.item()
-
-    assert run_threads(rank_main, 2) == [1.5, 1.5]
+@on_ranks(2)
+def test_ranks_that_all_repeat_reduce_what_they_hold(rank, process_group) -> None:
+    lockstep = Lockstep(Group(process_group), CPU)
+    lockstep.turn = Turn(is_replay=True, num_active=5)  # of a group around this one
+    value = torch.tensor(rank + 1.0)
+    lockstep.reduce(Group(process_group), [value], "mean")
+    assert value.item() == 1.5
 
 
-def test_reductions_are_partial_only_inside_a_step_in_which_a_rank_repeats() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        seen = []
-        for num_active in (2, 1):
-            lockstep.turn = Turn(is_replay=rank == 1 and num_active == 1, num_active=num_active)
+@on_ranks(2)
+def test_reductions_are_partial_only_inside_a_step_in_which_a_rank_repeats(rank, process_group) -> None:
+    lockstep = Lockstep(Group(process_group), CPU)
+    seen = []
+    for num_active in (2, 1):
+        lockstep.turn = Turn(is_replay=rank == 1 and num_active == 1, num_active=num_active)
+        seen.append(lockstep.is_partial)
+        with lockstep.step(nn.Linear(1, 1)):
             seen.append(lockstep.is_partial)
-            with lockstep.step(nn.Linear(1, 1)):
-                seen.append(lockstep.is_partial)
-            seen.append(lockstep.is_partial)
-        return seen
-
-    assert run_threads(rank_main, 2) == [[False, False, False, False, True, False]] * 2
+        seen.append(lockstep.is_partial)
+    assert seen == [False, False, False, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -275,30 +231,28 @@ def test_reductions_are_partial_only_inside_a_step_in_which_a_rank_repeats() -> 
         (True, False, [0.0, 0.0]),
     ],
 )
-def test_a_replay_adds_zeros_to_the_gradients_that_are_there(is_replay, over_all, expected) -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU, divide_by_initial_world_size=over_all)
-        weight = torch.tensor([1.0, 1.0], requires_grad=True)
-        weight.grad = torch.tensor([10.0, 20.0])
-        lockstep.turn = Turn(is_replay=is_replay, num_active=1)
-        loss = (weight * torch.tensor([3.0, 2.0])).sum()
-        scaled = lockstep.scale(loss)
-        assert scaled.item() == loss.item()
-        scaled.backward()
-        return (weight.grad - torch.tensor([10.0, 20.0])).tolist()
+@on_ranks(2)
+def test_a_replay_adds_zeros_to_the_gradients_that_are_there(
+    process_group, is_replay, over_all, expected
+) -> None:
+    lockstep = Lockstep(Group(process_group), CPU, divide_by_initial_world_size=over_all)
+    weight = torch.tensor([1.0, 1.0], requires_grad=True)
+    weight.grad = torch.tensor([10.0, 20.0])
+    lockstep.turn = Turn(is_replay=is_replay, num_active=1)
+    loss = (weight * torch.tensor([3.0, 2.0])).sum()
+    scaled = lockstep.scale(loss)
+    assert scaled.item() == loss.item()
+    scaled.backward()
+    assert (weight.grad - torch.tensor([10.0, 20.0])).tolist() == expected
 
-    assert run_threads(rank_main, 2) == [expected] * 2
 
-
-def test_a_replay_adds_zeros_also_when_the_loss_scale_is_not_finite() -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep = Lockstep(Group(process_group), CPU)
-        lockstep.turn = Turn(is_replay=True, num_active=1)
-        weight = torch.tensor(1.0, requires_grad=True)
-        lockstep.scale(weight * 2).backward(torch.tensor(float("inf")))
-        return weight.grad.item()
-
-    assert run_threads(rank_main, 1) == [0.0]
+@on_ranks(1)
+def test_a_replay_adds_zeros_also_when_the_loss_scale_is_not_finite(process_group) -> None:
+    lockstep = Lockstep(Group(process_group), CPU)
+    lockstep.turn = Turn(is_replay=True, num_active=1)
+    weight = torch.tensor(1.0, requires_grad=True)
+    lockstep.scale(weight * 2).backward(torch.tensor(float("inf")))
+    assert weight.grad.item() == 0.0
 
 
 class Everything(nn.Module):
@@ -378,30 +332,18 @@ def test_a_snapshot_that_is_taken_again_has_buffers_of_any_kind_and_place() -> N
 
 
 @pytest.mark.parametrize("is_replay", [True, False])
-def test_a_step_leaves_the_module_as_it_was_only_if_it_is_a_replay(is_replay) -> None:
-    def rank_main(rank, world_size, process_group):
-        lockstep, module = Lockstep(Group(process_group), CPU), Everything()
-        lockstep.turn = Turn(is_replay=is_replay, num_active=1)
-        for _ in range(2):
-            with lockstep.step(module):
-                module.counted += 1
-                lockstep.restore()  # a backward inside the step is not its end
-                module.counted += 1
-        inside = module.counted.tolist()
-        module.counted += 5  # as a part of the forward that runs again in backward
-        lockstep.restore()
-        return inside, module.counted.tolist()
+@on_ranks(1)
+def test_a_step_leaves_the_module_as_it_was_only_if_it_is_a_replay(process_group, is_replay) -> None:
 
     expected = ([0.0, 0.0], [0.0, 0.0]) if is_replay else ([4.0, 4.0], [9.0, 9.0])
-    assert run_threads(rank_main, 1) == [expected]
-
-
-def test_a_snapshot_is_restored_between_forward_and_backward() -> None:
-    module = nn.BatchNorm1d(2)
-    inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    snapshot = ModuleSnapshot(module)
-    output = module(inputs).square().sum()
-    snapshot.restore()
-    output.backward()
-    assert inputs.grad is not None
-    assert module.num_batches_tracked == 0
+    lockstep, module = Lockstep(Group(process_group), CPU), Everything()
+    lockstep.turn = Turn(is_replay=is_replay, num_active=1)
+    for _ in range(2):
+        with lockstep.step(module):
+            module.counted += 1
+            lockstep.restore()  # a backward inside the step is not its end
+            module.counted += 1
+    inside = module.counted.tolist()
+    module.counted += 5  # as a part of the forward that runs again in backward
+    lockstep.restore()
+    assert (inside, module.counted.tolist()) == expected

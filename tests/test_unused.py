@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from harness import run_ranks, run_threads
-from models import Branches
+from harness import on_ranks, run_ranks
+from models import Branches, grads_by_branch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,136 +15,85 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.ddp.gradients import reached_parameters
 from lightning_ddp.errors import BackwardOrderError
 
-ALL = ("a", "b", "c")
+ALL = "abc"
+FINDS = {"find_unused_parameters": True}
+
+
+class MaybeNothing(Branches):
+    """Without any branch its loss leads to its input alone."""
+
+    def forward(self, x, use):
+        return super().forward(x, use) if use else x.sum()
 
 
 def input_of(rank: int) -> torch.Tensor:
     return torch.full((1, 3), float(rank + 1))
 
 
-def grads(model: BucketedDDP) -> dict[str, float | None]:
-    found = {name: getattr(model.module, name).weight.grad for name in ALL}
-    return {name: None if g is None else g.unique().item() for name, g in found.items()}
+WAYS = {
+    "unused everywhere stays untouched, used somewhere is averaged": (
+        FINDS,
+        [
+            ("abc", "abc", [1.5, 1.5, 1.5]),
+            ("ab", "ab", [1.5, 1.5, None]),
+            ("a", "b", [0.5, 1.0, None]),
+            ("c", "abc", [1.0, 1.0, 1.5]),
+            ("abc", "abc", [1.5, 1.5, 1.5]),
+        ],
+    ),
+    "what nobody used keeps its value": (
+        FINDS,
+        [("abc", "abc", [1.5, 1.5, 1.5]), ("+ab", "+ab", [3.0, 3.0, 1.5])],
+    ),
+    "use inside no_sync counts": (FINDS, [("-ac", "-ac", None), ("+ab", "+ab", [3.0, 1.5, 1.5])]),
+    "a rank that uses nothing holds up nobody": (FINDS, [("", "a", [1.0, None, None])]),
+    "switched off by hand, as in Lightning's toggle_optimizer, needs no search": (
+        {},
+        [
+            ("a!bc", "a!bc", [1.5, None, None]),
+            ("bc!a", "bc!a", [None, 1.5, 1.5]),
+            ("abc", "abc", [1.5, 1.5, 1.5]),
+        ],
+    ),
+    "switched off keeps its value": (
+        {},
+        [("abc", "abc", [1.5, 1.5, 1.5]), ("+ab!c", "+ab!c", [3.0, 3.0, 1.5])],
+    ),
+    "a static graph is learned once": ({"static_graph": True}, [("ab", "a", [1.5, 0.5, None])] * 4),
+}
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [None, 1e-6])
 @pytest.mark.parametrize("view", [True, False])
-def test_unused_everywhere_stays_untouched_and_used_somewhere_is_averaged(bucket_cap_mb, view) -> None:
-    uses = [  # by step: what rank 0 uses, what rank 1 uses, the gradients of a, b, c
-        (ALL, ALL, (1.5, 1.5, 1.5)),
-        (("a", "b"), ("a", "b"), (1.5, 1.5, None)),
-        (("a",), ("b",), (0.5, 1.0, None)),
-        (("c",), ALL, (1.0, 1.0, 1.5)),
-        (ALL, ALL, (1.5, 1.5, 1.5)),
-    ]
+@pytest.mark.parametrize(("options", "steps"), WAYS.values(), ids=WAYS)
+@on_ranks(2)
+def test_gradients_of_what_some_ranks_use(rank, group, options, steps, view, bucket_cap_mb) -> None:
+    """Of each step what ranks 0 and 1 do, and the gradients of a, b, c.
 
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            Branches(),
-            process_group=group,
-            find_unused_parameters=True,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=view,
-        )
-        seen = []
-        for step in uses:
+    What a rank does: the branches that it uses; behind `!` those that are used, but switched off. A `+` in
+    front: gradients add up to those before; a `-`: and they stay on their rank.
+    """
+
+    model = BucketedDDP(
+        MaybeNothing(),
+        process_group=group,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=view,
+        **options,
+    )
+    for step in steps:
+        used, _, switched_off = step[rank].lstrip("+-").partition("!")
+        for name in ALL:
+            getattr(model.module, name).requires_grad_(name not in switched_off)
+        if step[rank][:1] != "+":
             model.zero_grad()
-            model(input_of(rank), step[rank]).backward()
-            seen.append(tuple(grads(model).values()))
-        return seen
-
-    assert run_threads(rank_main, 2) == [[step[2] for step in uses]] * 2
-
-
-@pytest.mark.parametrize("view", [True, False])
-def test_a_gradient_that_nobody_used_keeps_its_value(view) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            Branches(), process_group=group, find_unused_parameters=True, gradient_as_bucket_view=view
-        )
-        model(input_of(rank), ALL).backward()
-        model(input_of(rank), ("a", "b")).backward()  # not zeroed: a and b accumulate, c is left alone
-        return grads(model)
-
-    expected = {"a": 3.0, "b": 3.0, "c": 1.5}
-    assert run_threads(rank_main, 2) == [expected] * 2
-
-
-def test_use_inside_no_sync_counts() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Branches(), process_group=group, find_unused_parameters=True)
-        with model.no_sync():
-            model(input_of(rank), ("a", "c")).backward()
-        model(input_of(rank), ("a", "b")).backward()
-        return grads(model)
-
-    assert run_threads(rank_main, 2) == [{"a": 3.0, "b": 1.5, "c": 1.5}] * 2
-
-
-def test_a_rank_that_uses_nothing_does_not_hold_up_the_others() -> None:
-    def rank_main(rank, world_size, group):
-        class Maybe(Branches):
-            def forward(self, x, use):
-                return super().forward(x, use) if use else x.sum()
-
-        model = BucketedDDP(Maybe(), process_group=group, find_unused_parameters=True)
         x = input_of(rank).requires_grad_()
-        model(x, () if rank == 0 else ("a",)).backward()
-        return grads(model)
-
-    assert run_threads(rank_main, 2) == [{"a": 1.0, "b": None, "c": None}] * 2
-
-
-def test_parameters_switched_off_by_hand_need_no_search() -> None:
-    """As Lightning's `toggle_optimizer` does for GANs."""
-
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Branches(), process_group=group, bucket_cap_mb=1e-6)
-        seen = []
-        for names in (("a",), ("b", "c"), ALL):
-            for name in ALL:
-                getattr(model.module, name).requires_grad_(name in names)
-            model.zero_grad()
-            model(input_of(rank), ALL).backward()
-            seen.append(tuple(grads(model).values()))
-        return seen
-
-    expected = [(1.5, None, None), (None, 1.5, 1.5), (1.5, 1.5, 1.5)]
-    assert run_threads(rank_main, 2) == [expected] * 2
-
-
-def test_a_gradient_that_is_switched_off_keeps_its_value() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Branches(), process_group=group)  # one bucket for all
-        model(input_of(rank), ALL).backward()
-        model.module.c.requires_grad_(False)
-        model(input_of(rank), ALL).backward()
-        return grads(model)
-
-    assert run_threads(rank_main, 2) == [{"a": 3.0, "b": 3.0, "c": 1.5}] * 2
+        with model.no_sync() if step[rank][:1] == "-" else nullcontext():
+            model(x, used + switched_off).backward()
+        assert step[2] in (None, grads_by_branch(model)), step
 
 
 # ---------------------------------------------------------------- static graphs
-
-
-@pytest.mark.parametrize("view", [True, False])
-def test_a_static_graph_is_learned_once_with_its_unused_parameters(view) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(
-            Branches(),
-            process_group=group,
-            static_graph=True,
-            gradient_as_bucket_view=view,
-            bucket_cap_mb=1e-6,
-        )
-        seen = []
-        for _ in range(4):
-            model.zero_grad()
-            model(input_of(rank), ("a", "b") if rank == 0 else ("a",)).backward()
-            seen.append(tuple(grads(model).values()))
-        return seen
-
-    assert run_threads(rank_main, 2) == [[(1.5, 0.5, None)] * 4] * 2
 
 
 def static_epochs_in_which_a_rank_comes_later(rank, world_size):
@@ -155,8 +106,8 @@ def static_epochs_in_which_a_rank_comes_later(rank, world_size):
         with model.join():
             for _ in range(num_batches):
                 model.zero_grad()
-                model(input_of(rank), ("a", "b") if rank == 0 else ("a",)).backward()
-                seen.append(tuple(grads(model).values()))
+                model(input_of(rank), "ab" if rank == 0 else "a").backward()
+                seen.append(tuple(grads_by_branch(model)))
     return seen, sum(work is not None for work in exchanges)
 
 
@@ -184,30 +135,26 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("width", [4, 300])  # below and above the size from which gradients are copied early
-def test_a_static_graph_works_with_activation_checkpointing(use_reentrant, width) -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Checkpointed(use_reentrant, width), process_group=group, static_graph=True)
-        alone = Checkpointed(use_reentrant, width)
-        alone.load_state_dict(model.module.state_dict())
-        x = torch.randn(2, width, generator=torch.Generator().manual_seed(7))  # the same on both ranks
-        for _ in range(3):
-            model.zero_grad()
-            alone.zero_grad()
-            model(x).backward()
-            alone(x).backward()
-            for (name, mine), theirs in zip(model.module.named_parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
-
-    run_threads(rank_main, 2)
+@on_ranks(2)
+def test_a_static_graph_works_with_activation_checkpointing(group, use_reentrant, width) -> None:
+    model = BucketedDDP(Checkpointed(use_reentrant, width), process_group=group, static_graph=True)
+    alone = Checkpointed(use_reentrant, width)
+    alone.load_state_dict(model.module.state_dict())
+    x = torch.randn(2, width, generator=torch.Generator().manual_seed(7))  # the same on both ranks
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        model(x).backward()
+        alone(x).backward()
+        for (name, mine), theirs in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
 
 
-def test_reentrant_checkpointing_without_a_static_graph_is_named() -> None:
-    def rank_main(rank, world_size, group):
-        model = BucketedDDP(Checkpointed(True), process_group=group)
-        with pytest.raises(BackwardOrderError, match=r"more than one gradient .* shared\.(weight|bias)"):
-            model(torch.ones(2, 4)).backward()
-
-    run_threads(rank_main, 1)
+@on_ranks(1)
+def test_reentrant_checkpointing_without_a_static_graph_is_named(group) -> None:
+    model = BucketedDDP(Checkpointed(True), process_group=group)
+    with pytest.raises(BackwardOrderError, match=r"more than one gradient .* shared\.(weight|bias)"):
+        model(torch.ones(2, 4)).backward()
 
 
 # ---------------------------------------------------------------- the search

@@ -1,8 +1,8 @@
 """Runs code on several ranks and answers for each of them: a result, or how it failed. Never silence.
 
 `run_ranks` and `run_ranks_outcomes` start forked processes, `run_threads` and `run_threads_outcomes` start
-threads with one gloo group each, `run_script` and `start_script` start a Python script as a user would. None
-of them leaves a process behind, and each has a deadline.
+threads with one gloo group each, of which `on_ranks` makes a test; `run_script` and `start_script` start a
+Python script as a user would. None of them leaves a process behind, and each has a deadline.
 """
 
 from harness.leftovers import ProcessLeftBehind
@@ -19,7 +19,7 @@ from harness.scripts import (
     run_script,
     start_script,
 )
-from harness.threads import run_threads, run_threads_outcomes
+from harness.threads import on_ranks, run_threads, run_threads_outcomes
 
 __all__ = [
     "RUN",
@@ -33,6 +33,7 @@ __all__ = [
     "free_port",
     "host_with",
     "last_screen",
+    "on_ranks",
     "run_ranks",
     "run_ranks_outcomes",
     "run_script",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import socket
 import sys
 import threading
@@ -53,6 +55,35 @@ def run_threads_outcomes(
     """
     limit_s = min(timeout_s, LONGEST_COLLECTIVE_S)
     return _run(fn, world_size, args, timeout_s, limit_s, stop_on_failure=False)
+
+
+def on_ranks(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function that each of so many threads runs, as by `run_threads`.
+
+    The threads give it `rank`, `world_size`, `group` or `process_group`, and `event`, which is one for all of
+    them, where it has such arguments.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        names = inspect.signature(fn).parameters
+        of_ranks = ("rank", "world_size", "group", "process_group", "event")
+
+        def test(**arguments: Any) -> None:
+            event = threading.Event()
+
+            def rank_main(rank: int, world_size: int, group: Any) -> None:
+                given = {"rank": rank, "world_size": world_size, "group": group, "process_group": group}
+                given |= {"event": event}
+                fn(**arguments, **{name: value for name, value in given.items() if name in names})
+
+            run_threads(rank_main, num_ranks)
+
+        functools.update_wrapper(test, fn)
+        own = [parameter for name, parameter in names.items() if name not in of_ranks]
+        test.__signature__ = inspect.Signature(own)  # which pytest reads
+        return test
+
+    return decorate
 
 
 def _run(

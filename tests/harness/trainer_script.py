@@ -16,7 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, leaky_relu
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp
@@ -103,18 +103,6 @@ class TwoOptimizers(Classifier):
         )
 
 
-class Toggled(TwoOptimizers):
-    """As those of a GAN: in each backward the parameters of the other one require no gradient."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(self.loss(batch) / 2)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-
 class Accumulating(Classifier):
     """Manual optimisation with two micro-batches a step; gradients of the first stay on their rank."""
 
@@ -134,28 +122,66 @@ class Accumulating(Classifier):
         optimizer.zero_grad()
 
 
-PLAIN: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+class GAN(Classifier):
+    """The features make images of noise, the head tells them from real ones; each is off in turn."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+        self.features = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.LeakyReLU(0.2), nn.Linear(32, 64), nn.Sigmoid()
+        )
+        self.hidden = nn.Linear(64, 32)
+        self.head = nn.Linear(32, 1)
+
+    def loss_of(self, images: Tensor, is_real: bool) -> Tensor:
+        logits = self.head(leaky_relu(self.hidden(images), 0.2))
+        return binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, noise = batch[0].flatten(1), torch.randn(len(batch[0]), 8)
+        losses = {
+            "generator": lambda: self.loss_of(self.features(noise), is_real=True),
+            "discriminator": lambda: (
+                self.loss_of(images, is_real=True)
+                + self.loss_of(self.features(noise).detach(), is_real=False)
+            ),
+        }
+        for optimizer, (name, loss_of) in zip(self.optimizers(), losses.items(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of()
+            self.log(name, loss, prog_bar=True, on_epoch=True, sync_dist=True)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        discriminator = [*self.hidden.parameters(), *self.head.parameters()]
+        return [torch.optim.Adam(p, lr=0.002) for p in (self.features.parameters(), discriminator)], []
+
+
+FITS: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "plain": (Classifier, {}),
     "accumulate": (Classifier, {"accumulate_grad_batches": 2}),
     "clip": (Classifier, {"gradient_clip_val": 0.05}),
     "bf16": (Classifier, {"precision": "bf16-mixed"}),
     "manual": (TwoOptimizers, {}),
-    "toggled": (Toggled, {}),
     "manual_accumulate": (Accumulating, {}),
 }
-"""Name -> model, options of the Trainer."""
+"""Ways to train of which the weights are all that is compared."""
 
 
 class Cases:
-    """The ways to train that are not `PLAIN`; each method is one, named by what it shows."""
+    """The ways to train; each method is one besides those of `FITS`, named by what it shows."""
 
     def __init__(self, strategy: str, folder: Path) -> None:
         self.strategy = strategy
         self.folder = folder
 
-    def trainer(self, **options: Any) -> pl.Trainer:
+    def fit(self, model: Classifier, ckpt_path: str | None = None, **options: Any) -> pl.Trainer:
         trainer_class = pl.Trainer if self.strategy.startswith("ddp") else lightning_ddp.Trainer
-        return trainer_class(
+        trainer = trainer_class(
             **{
                 "strategy": self.strategy,
                 "accelerator": "cpu",
@@ -168,11 +194,30 @@ class Cases:
                 **options,
             }
         )
-
-    def fit(self, model: Classifier, ckpt_path: str | None = None, **options: Any) -> pl.Trainer:
-        trainer = self.trainer(**options)
         trainer.fit(model, loader(0, NUM_TRAIN, shuffle=True), ckpt_path=ckpt_path)
         return trainer
+
+    def run(self, name: str) -> dict[str, Any]:
+        if name not in FITS:
+            result: dict[str, Any] = getattr(self, name)()
+            return result
+        kind, options = FITS[name]
+        model = kind(name)
+        self.fit(model, **options)
+        return {"state": model.state_dict()}
+
+    def gan(self) -> dict[str, Any]:
+        """Without a search for unused parameters; torch's class needs it."""
+        model, find = GAN("gan"), {"strategy": "ddp_find_unused_parameters_true"}
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trainer = self.fit(model, **(find if self.strategy == "ddp" else {}))
+        assert [name for name, p in model.named_parameters() if torch.equal(before[name], p)] == []
+        state = model.state_dict()
+        for i, optimizer in enumerate(trainer.optimizers):
+            for index, values in optimizer.state_dict()["state"].items():
+                state |= {f"optimizer {i}, {index}, {name}": value for name, value in values.items()}
+        logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        return {"state": state, "logged": logged, "global_step": trainer.global_step}
 
     def compiled(self) -> dict[str, Any]:
         model = Quiet("compiled")
@@ -180,20 +225,16 @@ class Cases:
         self.fit(compiled, gradient_clip_val=0.2)
         return {"state": model.state_dict()}
 
-    def two_epochs(self) -> dict[str, Any]:
-        model = Classifier("two_epochs")
-        return self.end_of(self.fit(model, max_epochs=2))
+    def two_epochs(self, case: str = "two_epochs", ckpt_path: str | None = None) -> dict[str, Any]:
+        model = Classifier(case)
+        trainer = self.fit(model, ckpt_path=ckpt_path, max_epochs=2)
+        counts = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+        return {"state": model.state_dict(), **counts}
 
     def resumed(self) -> dict[str, Any]:
         checkpoint = str(self.folder / "after_one_epoch.ckpt")
-        trainer = self.fit(Classifier("resumed"))
-        trainer.save_checkpoint(checkpoint)
-        model = Classifier("resumed")
-        return self.end_of(self.fit(model, ckpt_path=checkpoint, max_epochs=2))
-
-    def end_of(self, trainer: pl.Trainer) -> dict[str, Any]:
-        state = trainer.lightning_module.state_dict()
-        return {"state": state, "epoch": trainer.current_epoch, "global_step": trainer.global_step}
+        self.fit(Classifier("resumed")).save_checkpoint(checkpoint)
+        return self.two_epochs("resumed", checkpoint)
 
     def fit_twice_and_evaluate(self) -> dict[str, Any]:
         model = Classifier("fit_twice_and_evaluate")
@@ -214,15 +255,7 @@ def main() -> None:
     results = {}
     for name in names.split(","):
         pl.seed_everything(7, verbose=False)
-        if name in PLAIN:
-            kind, options = PLAIN[name]
-            if kind is Toggled and strategy == "ddp":  # ours needs no search
-                options = {"strategy": "ddp_find_unused_parameters_true"}
-            model = kind(name)
-            cases.fit(model, **options)
-            results[name] = {"state": model.state_dict()}
-        else:
-            results[name] = getattr(cases, name)()
+        results[name] = cases.run(name)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             torch.save(results, out)  # after each, so that a later failure does not hide it
 

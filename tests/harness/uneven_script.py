@@ -208,56 +208,20 @@ class SizedOnRankZero(Regression):
         return super().train_dataloader()
 
 
-class KeepsAutomatic(Regression):
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        with self.trainer.strategy.no_backward_sync():
-            return self.loss(batch)
+class Fit:
+    """One training; the Trainer and the model are kept for what follows it."""
 
-
-PLAIN: dict[str, tuple[Callable[[], Regression], dict[str, Any] | None, dict[str, Any]]] = {
-    "sized": (lambda: Regression([3, 5]), None, {}),
-    "unsized": (lambda: Regression([3, 5], is_sized=False), None, {}),
-    "limited": (lambda: Regression([3, 5]), None, {"limit_train_batches": 4}),
-    "accumulated": (lambda: Regression([5, 3]), None, {"accumulate_grad_batches": 2}),
-    "over_active": (
-        lambda: Regression([3, 5]),
-        {"uneven_inputs": "join", "divide_by_initial_world_size": False},
-        {},
-    ),
-    "single_samples": (lambda: Regression([3, 4], batch_size=1), None, {}),
-    "none_in_second_epoch": (
-        lambda: Shrinking([[2, 3], [0, 2]], is_sized=False),
-        None,
-        {"reload_dataloaders_every_n_epochs": 1},
-    ),
-    # what is refused; run where an error in all processes does not end them
-    "none_in_first_epoch": (lambda: Regression([0, 2], is_sized=False), None, {}),
-    "error_mode": (lambda: Regression([3, 5]), {"uneven_inputs": "error"}, {}),
-    "error_mode_even": (lambda: Regression([3, 3]), {"uneven_inputs": "error"}, {}),
-    "two_loaders": (lambda: TwoLoaders([2, 2]), None, {}),
-    "dataloader_iter": (lambda: FetchesItself([2, 2]), None, {}),
-    "sized_on_rank_zero": (lambda: SizedOnRankZero([2, 2]), None, {}),
-    "keeps_automatic": (lambda: KeepsAutomatic([2, 2]), None, {}),
-}
-"""Name -> model, arguments of the strategy, options of the Trainer."""
-
-
-class Cases:
-    """The ways to train that are not `PLAIN`; each method is one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def fit(
+    def __init__(
         self,
         model: Regression,
         strategy: Mapping[str, Any] | None = None,
         ckpt_path: str | None = None,
         **options: Any,
-    ) -> dict[str, Any]:
-        trainer = lightning_ddp.Trainer(
+    ) -> None:
+        self.model = model
+        self.trainer = lightning_ddp.Trainer(
             **{
-                "strategy": CustomDDPStrategy(**(strategy or {"uneven_inputs": "join"})),
+                "strategy": CustomDDPStrategy(**{"uneven_inputs": "join", **(strategy or {})}),
                 "accelerator": "cpu",
                 "devices": 2,
                 "max_epochs": NUM_EPOCHS,
@@ -270,71 +234,89 @@ class Cases:
                 **options,
             }
         )
-        trainer.fit(model, ckpt_path=ckpt_path)
-        self.trainer = trainer
-        optimizer = trainer.optimizers[0]
-        return {
+        self.trainer.fit(model, ckpt_path=ckpt_path)
+        self.result = {
             "weight": model.layer.weight.detach().clone(),
             "bias": model.layer.bias.detach().clone(),
-            "optimizer": optimizer.state_dict(),
-            "steps": trainer.global_step,
+            "optimizer": self.trainer.optimizers[0].state_dict(),
+            "steps": self.trainer.global_step,
             "seen": model.seen,
             "epochs": model.epochs,
-            "ranks": trainer.callback_metrics["ranks"].item() if model.seen else None,
+            "ranks": self.trainer.callback_metrics["ranks"].item() if model.seen else None,
         }
 
-    def manual(self) -> dict[str, Any]:
-        model = Manual([3, 5])
-        return {**self.fit(model), "is_local": model.is_local}
+    def and_of_model(self, *names: str) -> dict[str, Any]:
+        """The result, and these attributes of the model."""
+        return self.result | {name: getattr(self.model, name) for name in names}
 
-    def manual_kept(self) -> dict[str, Any]:
-        model = Manual([3, 5], keeps=True)
-        return {**self.fit(model), "is_local": model.is_local}
 
-    def stateful(self) -> dict[str, Any]:
-        model = Stateful([5, 3])
-        result = self.fit(model, {"uneven_inputs": "join", "broadcast_buffers": False}, max_epochs=1)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return {**result, "buffers": buffers, "metrics": model.epochs_of_metrics, "votes": model.votes}
+def stateful() -> dict[str, Any]:
+    fit = Fit(Stateful([5, 3]), {"broadcast_buffers": False}, max_epochs=1)
+    buffers = {name: buffer.clone() for name, buffer in fit.model.named_buffers()}
+    return {**fit.and_of_model("epochs_of_metrics", "votes"), "buffers": buffers}
 
-    def random_depth(self) -> dict[str, Any]:
-        model = RandomDepth([3, 9])
-        strategy = {"uneven_inputs": "join", "find_unused_parameters": True}
-        return {**self.fit(model, strategy), "choices": model.choices}
 
-    def resumed(self) -> dict[str, Any]:
-        file = str(self.folder / "first_epoch.ckpt")
-        self.fit(Regression([3, 5]), max_epochs=1)
-        self.trainer.save_checkpoint(file)
-        return self.fit(Regression([3, 5]), ckpt_path=file)
+def resumed(folder: Path) -> dict[str, Any]:
+    file = str(folder / "first_epoch.ckpt")
+    Fit(Regression([3, 5]), max_epochs=1).trainer.save_checkpoint(file)
+    return Fit(Regression([3, 5]), ckpt_path=file).result
 
-    def checkpointed(self) -> dict[str, Any]:
-        def keep(folder: Path) -> pl.callbacks.ModelCheckpoint:
-            return pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1, every_n_epochs=1)
 
-        folder = self.folder / "checkpoints"
-        kept = keep(folder)
-        result = self.fit(Regression([3, 5]), callbacks=[kept, Epochs()], enable_checkpointing=True)
-        first = sorted(kept.best_k_models)[0]
-        files = sorted(path.name for path in folder.iterdir())
-        again = self.fit(
-            Regression([3, 5]), ckpt_path=first, callbacks=[keep(folder), Epochs()], enable_checkpointing=True
-        )
-        return {**result, "again": again, "files": files}
+def resumed_inside_an_epoch(folder: Path) -> dict[str, Any]:
+    file = str(folder / "two_steps.ckpt")
+    Fit(Regression([3, 5]), max_steps=2).trainer.save_checkpoint(file)
+    return Fit(Regression([3, 5]), ckpt_path=file, max_steps=4).result
 
-    def fit_and_validate(self) -> dict[str, Any]:
-        model = Regression([3, 5])
-        result = self.fit(model)
-        validated = self.trainer.validate(model, verbose=False)
-        self.trainer.fit_loop.max_epochs = NUM_EPOCHS + 1
-        self.trainer.fit(model)
-        return {**result, "validate": validated, "again": model.layer.weight.detach().clone()}
 
-    def resumed_inside_an_epoch(self) -> dict[str, Any]:
-        file = str(self.folder / "two_steps.ckpt")
-        self.fit(Regression([3, 5]), max_steps=2)
-        self.trainer.save_checkpoint(file)
-        return self.fit(Regression([3, 5]), ckpt_path=file, max_steps=4)
+def checkpointed(folder: Path) -> dict[str, Any]:
+    def fit(ckpt_path: str | None = None) -> tuple[Any, dict[str, Any]]:
+        kept = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1, every_n_epochs=1)
+        options = {"callbacks": [kept, Epochs()], "enable_checkpointing": True}
+        return kept, Fit(Regression([3, 5]), ckpt_path=ckpt_path, **options).result
+
+    folder = folder / "checkpoints"
+    kept, result = fit()
+    files = sorted(path.name for path in folder.iterdir())
+    return {**result, "again": fit(sorted(kept.best_k_models)[0])[1], "files": files}
+
+
+def fit_and_validate() -> dict[str, Any]:
+    fit = Fit(Regression([3, 5]))
+    validated = fit.trainer.validate(fit.model, verbose=False)
+    fit.trainer.fit_loop.max_epochs = NUM_EPOCHS + 1
+    fit.trainer.fit(fit.model)
+    return {**fit.result, "validate": validated, "again": fit.model.layer.weight.detach().clone()}
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "sized": lambda _: Fit(Regression([3, 5])).result,
+    "unsized": lambda _: Fit(Regression([3, 5], is_sized=False)).result,
+    "limited": lambda _: Fit(Regression([3, 5]), limit_train_batches=4).result,
+    "accumulated": lambda _: Fit(Regression([5, 3]), accumulate_grad_batches=2).result,
+    "over_active": lambda _: Fit(Regression([3, 5]), {"divide_by_initial_world_size": False}).result,
+    "single_samples": lambda _: Fit(Regression([3, 4], batch_size=1)).result,
+    "manual": lambda _: Fit(Manual([3, 5])).and_of_model("is_local"),
+    "manual_kept": lambda _: Fit(Manual([3, 5], keeps=True)).and_of_model("is_local"),
+    "stateful": lambda _: stateful(),
+    "random_depth": lambda _: Fit(RandomDepth([3, 9]), {"find_unused_parameters": True}).and_of_model(
+        "choices"
+    ),
+    "none_in_second_epoch": lambda _: (
+        Fit(Shrinking([[2, 3], [0, 2]], is_sized=False), reload_dataloaders_every_n_epochs=1).result
+    ),
+    "resumed": resumed,
+    "checkpointed": checkpointed,
+    "fit_and_validate": lambda _: fit_and_validate(),
+    # what is refused; run where an error in all processes does not end them
+    "none_in_first_epoch": lambda _: Fit(Regression([0, 2], is_sized=False)).result,
+    "error_mode": lambda _: Fit(Regression([3, 5]), {"uneven_inputs": "error"}).result,
+    "error_mode_even": lambda _: Fit(Regression([3, 3]), {"uneven_inputs": "error"}).result,
+    "two_loaders": lambda _: Fit(TwoLoaders([2, 2])).result,
+    "dataloader_iter": lambda _: Fit(FetchesItself([2, 2])).result,
+    "sized_on_rank_zero": lambda _: Fit(SizedOnRankZero([2, 2])).result,
+    "resumed_inside_an_epoch": resumed_inside_an_epoch,
+}
+"""The ways to train, each with a folder for its files."""
 
 
 def make_warnings_errors() -> None:
@@ -350,18 +332,13 @@ def make_warnings_errors() -> None:
 def main() -> None:
     make_warnings_errors()
     names, out = sys.argv[1], Path(sys.argv[2])
-    cases = Cases(out.parent)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ  # else an error ends all processes
     results: dict[str, Any] = {}
     for name in names.split(","):
         pl.seed_everything(7, verbose=False)
         try:
-            if name in PLAIN:
-                model, strategy, options = PLAIN[name]
-                results[name] = cases.fit(model(), strategy, **options)
-            else:
-                results[name] = getattr(cases, name)()
+            results[name] = CASES[name](out.parent)
         except Exception as error:
             if not is_launched:
                 raise
