@@ -120,7 +120,7 @@ def chosen_nccl(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def simulated_cuda(pytestconfig: pytest.Config, nccl: str) -> Path:
+def compiled_cuda(pytestconfig: pytest.Config) -> Path:
     """The folder with the compiled simulated CUDA device; where it cannot be compiled tests are skipped."""
     try:
         return build(pytestconfig.cache.mkdir("simcuda"))
@@ -128,6 +128,12 @@ def simulated_cuda(pytestconfig: pytest.Config, nccl: str) -> Path:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def simulated_cuda(compiled_cuda: Path, nccl: str) -> Path:
+    """That folder, for tests that run with each implementation of NCCL."""
+    return compiled_cuda
 
 
 @pytest.fixture(scope="session")

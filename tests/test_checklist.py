@@ -70,10 +70,10 @@ def test_every_item_answers_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("simcuda") is None, reason="needs the simulated CUDA device")
-def test_both_implementations_pass_on_simulated_devices(simulated_cuda, tmp_path):
+def test_both_implementations_pass_on_simulated_devices(compiled_cuda, tmp_path):
     arguments = ["--device", "cuda", "--processes", "2", "--full", str(tmp_path / "found")]
     arguments += ["--only", *DRILL, "device", "host", "exception"]
-    env = {"SIMULATED_CUDA": str(simulated_cuda)}
+    env = {"SIMULATED_CUDA": str(compiled_cuda)}
     run_script(Path(__file__), ["doctor", "--verify", *arguments], env, timeout_s=300.0).check()
     items = json.loads((tmp_path / "found.json").read_text())["items"]
     assert {item["level"] for item in items} == {"PASS"}
