@@ -115,15 +115,18 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         self._set_up.append((wrapper, communication, []))
         return wrapper
 
-    def setup_module_and_optimizers(
-        self, module: torch.nn.Module, optimizers: Any, scheduler: Any = None
+    def setup_module_and_optimizers(  # type: ignore[override]
+        self, module: torch.nn.Module, optimizers: Any, *scheduler: Any
     ) -> Any:
-        """Wrap a model, whose averager counts steps of these optimizers; all ranks must call it."""
+        """Wrap a model, whose averager counts steps of these optimizers; all ranks must call it.
+
+        Since 2.6 Fabric hands a scheduler over, and expects it back.
+        """
         wrapper = self.setup_module(module)
         _, communication, owned = self._set_up[-1]
         owned.extend(optimizers)
         communication.start(module, optimizers, self._joined_group())
-        return wrapper, optimizers, scheduler
+        return wrapper, optimizers, *scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer`; refuse it if an averager would not know to which model it belongs."""

@@ -20,7 +20,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -526,8 +526,9 @@ def more_callbacks() -> list[Any]:
     """Those of Lightning, if the order says so."""
     if not ORDER.get("callbacks"):
         return []
+    weight_averaging = getattr(pl.callbacks, "EMAWeightAveraging", None)  # since 2.6
     return [
-        EMAWeightAveraging(decay=0.5),
+        *([weight_averaging(decay=0.5)] if weight_averaging else []),
         ModelCheckpoint(FOLDER, "{step}", every_n_train_steps=2, save_top_k=-1),
         EarlyStopping("val", patience=100),
     ]
