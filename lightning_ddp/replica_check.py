@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -142,13 +143,14 @@ class ReplicaCheck:
         return StateHashes(*series, fresh) if fresh else None
 
     def _values(self, number: int) -> StateValues:
-        series = self._series
+        answer = partial(StateValues, *self._series, number)
         found, before = self._hasher.find(number)
         if found is None:
-            return StateValues(*series, number, 0, None, (), (), can_be_copied=False, notes=())
+            return answer(0, None, (), (), can_be_copied=False, notes=())
         notes = tuple(text for step, text in list(self._events) if before is None or step > before)
-        values = (number, found.step, before, found.names, found.values)
-        return StateValues(*series, *values, can_be_copied=found.is_state, notes=notes)
+        return answer(
+            found.step, before, found.names, found.values, can_be_copied=found.is_state, notes=notes
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -340,7 +340,9 @@ class StrategyCore:
         """
         if (group := self._group) is None or self._is_alone():
             return obj
-        send = partial(broadcast_nested, group, obj, src, self.root_device, label="broadcast")
+        send: Callable[[], T] = partial(
+            broadcast_nested, group, obj, src, self.root_device, label="broadcast"
+        )
         return self._together("broadcast", send, lambda: obj)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
