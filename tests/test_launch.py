@@ -366,7 +366,9 @@ pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, log
     ids=["python", "run, supervisor", "run, rank 0"],
 )
 def test_a_child_that_has_not_met_the_others_dies_with(launcher, victim, tmp_path) -> None:
-    with start_script(BEFORE_THEY_MEET, [str(tmp_path)], launcher=launcher) as script:
+    """Under `run` from its start; as a new interpreter once it has imported the package."""
+    text = BEFORE_THEY_MEET if launcher else f"import lightning_ddp\n{BEFORE_THEY_MEET}"
+    with start_script(text, [str(tmp_path)], launcher=launcher) as script:
         script.wait_until((tmp_path / "begun").exists)
         pid = script.pid if victim == "supervisor" else int((tmp_path / "first").read_text())
         os.kill(pid, signal.SIGKILL)
