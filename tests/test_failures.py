@@ -571,7 +571,7 @@ def test_the_alarm_of_a_recovery_aborts_until_the_main_thread_has_taken_it() -> 
 def test_the_alarm_of_a_recovery_waits_for_a_step_to_be_whole() -> None:
     with alarmed(is_final=False, is_deferred=True) as (guard, _):
         threading.Event().wait(1.3)
-        assert guard.is_deferred
+        assert guard._guard.name == "DEFERRED"
         threading.Timer(0.3, guard.defer, [False]).start()
         with pytest.raises(PeerFailure):
             be_interrupted(guard)
