@@ -115,9 +115,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         self._set_up.append((wrapper, communication, []))
         return wrapper
 
-    def setup_module_and_optimizers(  # type: ignore[override]
-        self, module: torch.nn.Module, optimizers: Any, *scheduler: Any
-    ) -> Any:
+    def setup_module_and_optimizers(self, module: torch.nn.Module, optimizers: Any, *scheduler: Any) -> Any:
         """Wrap a model, whose averager counts steps of these optimizers; all ranks must call it.
 
         Since 2.6 Fabric hands a scheduler over, and expects it back.
