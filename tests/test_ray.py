@@ -19,8 +19,11 @@ SCRIPT = Path(__file__).parent / "harness" / "ray_script.py"
 
 
 ORDERS = {
-    "ours": {"workers": 3, "strategy": "ours"},
-    "ray": {"workers": 3, "strategy": "ray"},
+    **{
+        f"{strategy} {workers}": {"workers": workers, "strategy": strategy}
+        for strategy in ("ours", "ray")
+        for workers in (2, 4)
+    },
     "raise": {"workers": 2, "strategy": "ours", "fault": "raise"},
     "kill": {"workers": 2, "strategy": "ours", "fault": "kill"},
 }
@@ -45,9 +48,10 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "notes.json").read_text())
 
 
-def test_workers_train_to_the_weights_of_ray_s_own_strategy(notes: dict[str, Any]) -> None:
-    ours, rays = notes["ours"], notes["ray"]
-    assert ours["world_size"] == rays["world_size"] == 3
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_train_to_the_weights_of_ray_s_own_strategy(notes: dict[str, Any], workers: int) -> None:
+    ours, rays = notes[f"ours {workers}"], notes[f"ray {workers}"]
+    assert ours["world_size"] == rays["world_size"] == workers
     assert ours["weights"] == pytest.approx(rays["weights"], rel=1e-6)
     for note in (ours, rays):
         assert note["epochs"] == 2  # that the callback has reported

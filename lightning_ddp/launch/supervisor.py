@@ -306,7 +306,7 @@ class JobHost(LocalProcesses):
         """Wait until all other ranks ended; end them where they do not after rank 0."""
         server, code = self._server, self._first.returncode
         grace_s = 0.0 if self._job is None else self._job.grace_s
-        ends_at = time.monotonic() + max(_EXIT_GRACE_S, grace_s + _LATER_S)
+        ends_at = time.monotonic() + max(0.0 if code else _EXIT_GRACE_S, grace_s + _LATER_S)
         if code and server is None and self._children.node_rank == 0:
             self._children.kill()  # nobody has told them
         while not self._children.join(_LOOK_EVERY_S):
