@@ -137,6 +137,8 @@ TRIPS = {  # how many files somebody has to open who follows one
     "The same on CUDA": 7,
     "How a child is started": 8,
     "What happens when a rank raises": 8,
+    "How training continues without a lost rank": 8,
+    "How a process joins": 8,
 }
 
 
