@@ -133,7 +133,7 @@ class Averager:
 
     @property
     def is_same(self) -> bool:
-        """True if all ranks have the same parameters."""
+        """True if no rank has trained alone since the parameters were equal, as counted here."""
         return self._standing is Standing.SAME
 
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:

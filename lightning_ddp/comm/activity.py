@@ -187,7 +187,7 @@ class Activity:
         self.count += 1
 
     def lane(self, process_group: Any) -> Lane:
-        """Return the lane of a process group; make it at the first call for that group."""
+        """Return the recorded order of a process group's collectives; begin one for a new group."""
         known = self._known.get(process_group)
         return known or self.add(process_group, *_describe(process_group, len(self.lanes)))
 

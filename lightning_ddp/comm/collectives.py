@@ -147,7 +147,7 @@ def all_gather(
 
 
 def gathered_by(call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stacked tensors of all ranks."""
+    """Run one all-gather with the deadline and label of `call`; return the tensors of all ranks, stacked."""
     group = call.group
     stacked = tensor.new_empty((group.size, *tensor.shape))
     outputs = [numbers(row) for row in stacked.unbind(0)]

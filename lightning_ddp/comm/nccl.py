@@ -91,7 +91,10 @@ def needs_device(process_group: Any, device: torch.device) -> bool:
 
 
 def default_implementation(name: str = "nccl") -> Implementation:
-    """Return what a name of a backend means in this torch, which reads `CHOICE_VARIABLE` when imported."""
+    """Return the row of the implementation that torch makes for a backend's name.
+
+    Torch reads `CHOICE_VARIABLE` when it is imported; this reads it now.
+    """
     second, first = IMPLEMENTATIONS
     value = os.environ.get(CHOICE_VARIABLE)
     is_chosen = value != "0" if _version() >= second.since else value == "1"

@@ -185,7 +185,7 @@ class Hashed(NamedTuple):
 
 
 class StateHasher:
-    """Hashes of the state of one rank.
+    """Hash this rank's parameters and optimizer state, a slice of them after each step.
 
     Args:
         read: returns the state that has to be equal; called once a cycle.
@@ -261,7 +261,7 @@ class StateHasher:
     # ------------------------------------------------------------------ also in other threads
 
     def take_fresh(self) -> dict[int, int]:
-        """Return the hashes since the last call: number -> value."""
+        """Return the hashes made since the last call: number of the hash in this run -> its value."""
         fresh = self._fresh  # which `begin` replaces
         taken = [fresh.popleft() for _ in range(len(fresh))]
         return {hashed.number: hashed.value for hashed in taken}

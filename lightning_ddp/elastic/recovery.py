@@ -160,7 +160,7 @@ class Recovery(StepObserver):
             self._group().wait_device(self._device)
 
     def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective; the hooks of a committed step go on without the others, until the batch ends."""
+        """Run a collective; after a loss in hooks of a committed step, return what `alone` gives instead."""
         try:
             result = call()
             if self.ledger.cursor is Cursor.COMMITTED:
@@ -233,7 +233,7 @@ class Recovery(StepObserver):
                 raise
 
     def _begin(self) -> bool:
-        """Pass a boundary, after which the alarm may ring again; return True if all meet there."""
+        """Pass the boundary between two batches; return True if all stop there for ranks to join or leave."""
         self._calls.defer(True)
         may_meet = self.ledger.reach_boundary()
         self._calls.defer(False)
@@ -271,7 +271,7 @@ class Recovery(StepObserver):
             self.ledger.skip_rest()
 
     def _agree(self) -> bool:
-        """Commit a round by an average; return False if all go back to the one before. Communicates."""
+        """Average the parameters, which commits a round; return False if all undo it. Communicates."""
 
         def agree() -> None:
             if not self.ledger.is_alone and self._communication.agree():

@@ -44,7 +44,7 @@ def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> No
 
 
 def end_collectives(ours: FailureHandler, device: torch.device) -> None:
-    """Abort all groups, until nothing runs on the device any more; an error if something does not end.
+    """Abort all groups and wait until nothing runs on the device; raise an error if something does not end.
 
     Does not communicate. On the CPU nothing is done, as what waits there has been interrupted.
     """

@@ -104,11 +104,11 @@ class StepLedger:
         self._num_backwards, self._has_gradients = 0, False
 
     def begin_epoch(self) -> None:
-        """Forget the parts of the module: it may have other ones than in the epoch before."""
+        """Drop the list of tensors to copy for an undo: a new epoch may have other parameters and buffers."""
         self._snapshot = None
 
     def reach_boundary(self) -> bool:
-        """Note that a batch is about to begin; return True if a unit begins with it."""
+        """Note the boundary before a batch; return False in an accumulation window or a local round."""
         self._num_backwards = 0
         loop: Any = self.trainer.fit_loop.epoch_loop
         in_window = loop.batch_progress.current.completed % self.trainer.accumulate_grad_batches

@@ -58,7 +58,7 @@ class StepObserver:
     # ------------------------------------------------------------------ collectives of hooks
 
     def repeat(self, phase: Callable[[], None]) -> bool:
-        """Run a part of the loops without steps; return False if it is to come again."""
+        """Run a part of the loops without steps, such as a validation; return False if steps were undone."""
         phase()
         return True
 

@@ -102,7 +102,7 @@ class PowerSGD(StatefulHook):
         return result
 
     def _begin_errors(self, part: Part) -> None:
-        """Clear the added residuals, also in case this step is never finished on this rank."""
+        """Remember no residuals, as this step has added them; it may end early, before new ones are kept."""
         for name, _ in part.present_slices(part.flat):
             if self.recall(name, "error") is not None:
                 self.remember(name, "error", part.flat.new_empty(0))

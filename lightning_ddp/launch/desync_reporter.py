@@ -208,7 +208,7 @@ class DesyncReporter:
         )
 
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
-        """Return the error of ranks that wait for different collectives; the first rank asks all."""
+        """Ask where all ranks wait, on the first rank of a group; return an error if they disagree."""
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
         found = self._ask(entry)

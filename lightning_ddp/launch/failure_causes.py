@@ -24,7 +24,7 @@ _RUNS_JOBS = side_stream.__file__
 
 
 class Cause(Enum):
-    """Origin of an exception."""
+    """Kind of an exception: this rank's own, that of a peer, or an error of a backend."""
 
     OWN = auto()
     """Code of this rank."""

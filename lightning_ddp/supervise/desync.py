@@ -47,7 +47,10 @@ class _Announced:
 
 
 class DesyncDetector:
-    """Answers the questions of the `members` of one generation, by rank; methods return messages to send."""
+    """Find ranks of a generation that wait for different collectives, or for one that a rank does not call.
+
+    Methods return messages to send. `members` are the processes of the generation, by rank.
+    """
 
     def __init__(self, world_size: int, members: Mapping[int, Process]) -> None:
         self._world_size, self._members = world_size, members

@@ -45,7 +45,9 @@ class _Alarm:
 
 
 class InterruptGuard:
-    """Guard of the main thread; made there. One alarm rings at a time, in a thread of its own.
+    """Raise the failure of another rank in the main thread, unless the thread defers interruptions.
+
+    Made in the main thread. A thread of its own, the alarm, tries again until the exception has arrived.
 
     A ring that finds the main thread in a finalizer, or handling this very error, does nothing.
     """

@@ -179,7 +179,7 @@ class JobControl:
                     self._send(process, protocol.Failure(record))
 
     def _vanished(self, record: FailureRecord, now: float) -> None:
-        """Handle the end of a process that its children have noticed."""
+        """Take a launching process for lost, as its children report that it has died."""
         process = self.job.roster.of(record)
         if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
             # a launching process that is no rank: nobody is left who starts ranks there

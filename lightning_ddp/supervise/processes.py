@@ -179,7 +179,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class Send:
-    """Send an order."""
+    """Action of the server: send an order to a process."""
 
     process: Process
     order: Order
@@ -187,14 +187,14 @@ class Send:
 
 @dataclass(frozen=True)
 class End:
-    """Close the connection of a process, and kill it if it is on the server's node."""
+    """Action of the server: close a connection, and kill its process on the server's node."""
 
     process: Process
 
 
 @dataclass(frozen=True)
 class StartProcess:
-    """Start a process in a place: by that launcher, or on the server's node if it is None."""
+    """Action of the server: start a process in a place, by a launcher, or on its own node if that is None."""
 
     launcher: Process | None
     place: int
@@ -203,14 +203,14 @@ class StartProcess:
 
 @dataclass(frozen=True)
 class Say:
-    """Print a text for people."""
+    """Action of the server: print a text for people."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Accuse:
-    """End the job with a failure."""
+    """Action of the server: end the job with this failure."""
 
     record: FailureRecord
 

@@ -173,7 +173,10 @@ class Placement:
 
 
 def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
-    """Read environment variables; `num_nodes` is the number of nodes started by hand, if given."""
+    """Return who has started this process (torchrun, SLURM, a user), its rank and node, as variables say.
+
+    `num_nodes` is the number of nodes started by hand.
+    """
     try:
         if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)
