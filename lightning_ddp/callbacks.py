@@ -186,7 +186,7 @@ class CommunicationMonitor(Callback):
 
 
 def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Return medians over successive steps, by logged metric name without its prefix."""
+    """Compute metrics to log, mostly medians, from successive steps; by name without prefix."""
     starts = [r.backward_start if r.forward_start is None else r.forward_start for r in records]
     steps = [(b - a) / _NS_PER_MS for a, b in pairwise(starts)]
     busy_s = sum(record.communication_s for record in records)

@@ -333,7 +333,7 @@ def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
-    """Average a module's buffers so that they are the same on all ranks, in a job of the channel.
+    """Equalize a module's buffers over the ranks: means, maxima of integers; call in a channel's job.
 
     The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
     variances plus the variance of the means. Other floating-point buffers are averaged. Integers, such as

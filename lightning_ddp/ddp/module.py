@@ -263,7 +263,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._connect(trainable_parameters(self.module, self.parameters_to_ignore), "restored", None)
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
-        """Refuse synchronized batch normalization on the CPU; torch has a check of this name."""
+        """Refuse synchronized batch normalization on the CPU; named as torch's own check."""
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(

@@ -33,7 +33,7 @@ class StepObserver:
             self.ledger.begin_fit()
 
     def begin_batch(self, batch: Any) -> None:
-        """Note the batch in use."""
+        """Take note of the batch that is used now; does nothing here, subclasses may keep it."""
 
     def end_forward(self, output: Any) -> None:
         """Note the output of `training_step`."""

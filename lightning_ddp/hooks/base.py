@@ -57,7 +57,7 @@ class Part:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of elements of each parameter."""
+        """Number of elements of each parameter in the bucket."""
         return [int(torch.Size(shape).numel()) for shape in self.shapes]
 
 

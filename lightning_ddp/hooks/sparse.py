@@ -73,7 +73,7 @@ class SparseHook(MomentumHook):
         raise NotImplementedError
 
     def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-        """Average `part.flat`, of which each rank sends the elements at its `indices`."""
+        """Return the mean over ranks of gradients that are `sent` at the `indices`, 0 elsewhere."""
         raise NotImplementedError
 
 

@@ -22,7 +22,7 @@ _ZERO_ON_RANK_0 = ("NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 def share_job(store: Any, *, rank: int) -> None:
-    """Make this process's job use rank 0's values, on ranks that composed their job themselves.
+    """Make this process's job use rank 0's resolver values, where it composed its job itself.
 
     Collective: all ranks must call it.
 

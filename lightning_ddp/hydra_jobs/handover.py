@@ -84,7 +84,7 @@ class JobCache(defaultdict[str, dict[Any, Any]]):
 
 
 def attach(config: Any, cache: JobCache | None = None) -> JobCache:
-    """Set the `JobCache` of a DictConfig without parent, and return it.
+    """Give a DictConfig without parent a `JobCache`, and return that cache.
 
     Without `cache`, keep an existing `JobCache`, or make one with the values that OmegaConf has cached.
     """

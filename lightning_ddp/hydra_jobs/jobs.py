@@ -175,7 +175,7 @@ class Jobs:
         return config
 
     def program(self) -> tuple[str, str] | None:
-        """Return the user's program, ("script", path) or ("module", name), if this process runs another.
+        """Return the user's program, if a worker of a Hydra launcher runs its job; else None.
 
         That is so in a worker of hydra-joblib-launcher or hydra-submitit-launcher, which unpickles the job's
         function.

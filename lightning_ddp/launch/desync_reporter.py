@@ -307,7 +307,7 @@ class DesyncReporter:
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
-        """Call `listener(rank, value)` in the channel's thread for values that ranks send to this one."""
+        """Call `listener(rank, value)` in the channel's thread for values sent under `topic`."""
         if listener is None:
             self._listeners.pop(topic, None)
         else:

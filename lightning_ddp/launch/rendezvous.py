@@ -138,7 +138,7 @@ class Rendezvous:
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def comes_back(self) -> bool:
-        """Return True if all ranks had connected before this node came; then join the present run."""
+        """Return True if all ranks had connected before this node came; then prepare to join."""
         assert self.where is not None
         address, port, _ = _parts_of(self.where)
         number = running(address, port)

@@ -98,7 +98,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> str:
-    """Lay out rows under headers: numbers right-aligned with three decimals, text left-aligned."""
+    """Lay out rows under headers: numbers right-aligned, floats to three decimals; text left-aligned."""
     cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     numeric = [bool(rows) and not isinstance(rows[0][column], str) for column in range(len(headers))]
