@@ -177,8 +177,8 @@ class Jobs:
     def program(self) -> tuple[str, str] | None:
         """Return the user's program, if a worker of a Hydra launcher runs its job; else None.
 
-        That is so in a worker of hydra-joblib-launcher or hydra-submitit-launcher, which unpickles the job's
-        function.
+        That is ("script", path) or ("module", name) in a worker of hydra-joblib-launcher or
+        hydra-submitit-launcher, which unpickles the job's function.
         """
         given = getattr(inspect.unwrap(getattr(self.task, "func", self.task)), "__globals__", {})
         file, package = given.get("__file__"), given.get("__package__")
