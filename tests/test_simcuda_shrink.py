@@ -88,7 +88,7 @@ def test_what_lightning_has_beside_a_step_goes_on_as_well(cell, simulated_cuda, 
 
 @pytest.mark.exhaustive
 def test_a_rank_that_is_a_step_behind_copies_the_state(simulated_cuda, tmp_path) -> None:
-    order = {"late": [1, 3], "late_s": 3.0, "devices": 4, "faults": [fault(3, "optimizer", 3)]}
+    order = {"late": [1, 3], "late_s": 3.0, "devices": 4, "faults": [fault(3, "optimizer", 3, after=0)]}
     ledger = train(tmp_path, env=variables(simulated_cuda), **order)
     check(ledger, [0, 1, 2])
     ledger.check_behind()

@@ -62,6 +62,8 @@ def die_if(moment: str, step: int) -> None:
             if fault.get("how") == "leaves":
                 ask_to_leave(fault.get("signal", "SIGTERM"))
                 return
+            if "after" in fault:  # which is a step ahead then
+                wait_for("commits", fault["after"], step)
             note(event="dies")
             if fault.get("how") == "raise":
                 raise ValueError("a picture is broken")
@@ -106,10 +108,15 @@ def is_first(name: str) -> bool:
     return True
 
 
-def wait_for(event: str) -> None:
-    """Until a process has noted this."""
+def wait_for(event: str, place: int | str = "*", step: int | None = None) -> None:
+    """Until a process, or the one of a place, has noted this, in a step."""
+
+    def is_there(path: Path) -> bool:
+        entries = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return any(entry["event"] == event and step in (None, entry.get("step")) for entry in entries)
+
     deadline = time.monotonic() + 120
-    while not any(f'"event": "{event}"' in path.read_text() for path in FOLDER.glob("ledger-*")):
+    while not any(map(is_there, FOLDER.glob(f"ledger-{place}"))):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
