@@ -445,7 +445,7 @@ def forget_loaders(trainer: Trainer) -> None:
 
 
 def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
-    """Set `max_batches` of the epoch after `num_used` batches, and the validation interval."""
+    """Set the length of the present epoch: `num_used` batches and those that the loaders still have."""
     loop: Any = trainer.fit_loop
     limit = trainer.limit_train_batches
     num_batches = num_used + max(len(loader) for loader in loaders_of(loop))

@@ -181,7 +181,7 @@ class Activity:
             self.advance()
 
     def advance(self) -> None:
-        """Record the end of the calling thread's wait, or the beginning of a step."""
+        """Drop the calling thread's wait and note the time, after a wait or at the beginning of a step."""
         self._waits.pop(threading.get_ident(), None)
         self.since = time.monotonic()
         self.count += 1

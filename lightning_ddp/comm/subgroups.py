@@ -131,7 +131,7 @@ def _order(ranks: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def _without_splits() -> Generator[torch.device | None, None, None]:
-    """Let some ranks of the job make a group in this context without the others; yield its device, if due.
+    """Let some ranks make a group without the others; yield the device to pass, None if none is needed.
 
     If the default group is bound to a device, a new NCCL group is split from it, and a split waits for all
     ranks of the default group. Without a device, the new group is set up separately at its first collective.

@@ -185,7 +185,7 @@ class Bucket:
         """Let autograd add gradients into the buffer, where that saves their copy."""
 
     def withdraw(self, ready: Collection[int]) -> None:
-        """Undo `open` after a failed backward, in which the gradients of `ready` have arrived."""
+        """Take back the zeros that `open` has set as gradients; those of `ready` have arrived."""
 
     def copy_early(self, position: int, scale: float | None) -> None:
         """Copy one large gradient into the buffer, scaled unless `scale` is None; TypeError if missing."""

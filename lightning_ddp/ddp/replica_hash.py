@@ -267,7 +267,7 @@ class StateHasher:
         return {hashed.number: hashed.value for hashed in taken}
 
     def find(self, number: int) -> tuple[Hashed | None, int | None]:
-        """Return a hash, and the step after which the same was hashed before; None for what is forgotten."""
+        """Return the hash with a number, and the step of its slice's hash before; None if forgotten."""
         kept = list(self._kept)
         found = next((hashed for hashed in kept if hashed.number == number), None)
         names = {*found.names} if found is not None else set()

@@ -241,7 +241,7 @@ class Recovery(StepObserver):
         return self._stop.check()
 
     def _meet_at_boundary(self) -> None:
-        """Stop where others join or leave. All ranks call it; communicates."""
+        """Prepare to meet at this boundary, where others join or leave. All ranks call it; communicates."""
         self._calls.meet()
         if self._calls.state.has_new:
             self._handover = Handover.of(

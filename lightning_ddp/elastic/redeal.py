@@ -25,7 +25,7 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 def share_of(
     rest: Sequence[Any], rank: int, world_size: int, *, drops_last: bool, fills: bool = True
 ) -> list[Any]:
-    """Return a rank's part of samples that are dealt in turn, all of one length.
+    """Return a rank's part of samples that are dealt in turn; all ranks' parts have one length.
 
     The rest is dropped, or the first ones fill it up; without `fills` the last ranks have one less.
 

@@ -75,7 +75,7 @@ def check_training(
     device_type: str,
     is_averaging: bool,
 ) -> None:
-    """Raise a ConfigurationError if a Trainer, or the place where it runs, is of this kind."""
+    """Raise a ConfigurationError if training of a Trainer could not continue without a lost rank."""
     if num_nodes > 1 and start_method != "popen":
         what = f"num_nodes={num_nodes} and start_method={start_method!r}"
         why = "on the other nodes, the launching process ends all of them when one has died"

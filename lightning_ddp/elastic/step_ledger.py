@@ -88,7 +88,7 @@ class StepLedger:
         return completed - self.mark.num_batches if self.must_redo and self.mark is not None else 0
 
     def progress(self, *, is_trying: bool) -> Progress:
-        """Return the answer to the call after a loss; `is_trying` if the next step had begun."""
+        """Return what this rank reports after a loss; `is_trying` if the next step had begun."""
         phase = self.phase
         if self.must_redo:
             phase = self.mark.phase if self.mark is not None else phase

@@ -73,7 +73,7 @@ def _rank() -> int:
 
 
 def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
-    """Adopt rank 0's values; return descriptions of values that this process has read differently."""
+    """Store the job's values on rank 0; adopt them elsewhere. Return descriptions of differences."""
     jobs().shared, jobs().num_shared = config, jobs().num_shared + 1
     key, cache = f"{_KEY}/{jobs().num_shared}", attach(config)
     if rank == 0:

@@ -114,7 +114,7 @@ class DesyncReporter:
             self._watch.update(lambda state: state.begin_run(self._run_name))
 
     def leave(self) -> None:
-        """End the run, if one is active."""
+        """Tell the server that this rank's run has ended, unless it has been told."""
         if self._is_active:
             self._is_active, self._left_at = False, time.monotonic()
             if self._watch is not None:
@@ -123,7 +123,7 @@ class DesyncReporter:
     # ------------------------------------------------------------------ in the thread of the channel
 
     def on_message(self, message: Message) -> None:
-        """Handle a message that the client does not handle itself."""
+        """Answer questions of the server about this rank, and take its answers to those of this rank."""
         match message:
             case StatusRequest(number) if self._watch is not None:
                 self._watch.post(StatusReply(number, self.status()))

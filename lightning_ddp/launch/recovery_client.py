@@ -119,7 +119,7 @@ class RecoveryClient:
                 check()
 
     def begin_fit(self) -> None:
-        """Begin a fit, in which boundaries have numbers. All ranks have passed equally many."""
+        """Count boundaries from here on; called by all ranks at the beginning of a fit, in equal states."""
         with self._watch.lock:
             self.state.begin_fit()
 

@@ -165,7 +165,7 @@ class Rendezvous:
 
     @property
     def token(self) -> str | None:
-        """TOKEN_VARIABLE of this run."""
+        """Secret by which processes of this run know each other; None if TOKEN_VARIABLE is not set."""
         return os.environ.get(TOKEN_VARIABLE) or self.handed.get(TOKEN_VARIABLE)
 
     def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:

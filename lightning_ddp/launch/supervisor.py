@@ -228,7 +228,7 @@ class JobHost(LocalProcesses):
         self._children.start_again(place, number)
 
     def failed(self, record: FailureRecord) -> None:
-        """Continue stopped ranks, so that they hear of the failure; from now on the guard counts."""
+        """Send SIGCONT to all ranks, to hear of the failure; start the guard's countdown to their end."""
         self._first.send_signal(signal.SIGCONT)
         self._children.send_signal(signal.SIGCONT)
         if self._job is not None:

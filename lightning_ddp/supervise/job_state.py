@@ -461,7 +461,7 @@ class JobState:
             self._not_ended = {process for process in there if process.report.ended <= self.all_ended}
 
     def _release_late(self, now: float) -> None:
-        """Release those that come after the last step, or whose launcher is gone."""
+        """Send processes away that came after the last step, or whose launcher is gone."""
         for process in self.roster.standing:
             is_over = self.phase is JobPhase.OVER and self.reason is None
             if process.report.ended < self._most_ended or is_over:

@@ -210,7 +210,7 @@ class RankState:
     # ------------------------------------------------------------------ generations
 
     def stand(self) -> None:
-        """Wait, without a state and before the first step, to be let in."""
+        """Note that this process has no state yet, and is ready to be let in; does not block."""
         self.phase, self.progress, self.rank = RankPhase.STANDING, None, self.place
 
     def stop(self, *, has_met: bool = False) -> None:

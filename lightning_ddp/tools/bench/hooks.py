@@ -100,7 +100,7 @@ def format_links(result: Result) -> str:
 
 
 class HookSettings(NamedTuple):
-    """Settings of `time_hooks`: as in `CONTENDERS`, which take turns in each round."""
+    """Model, hooks by name (as in `CONTENDERS`) and number of rounds of `time_hooks`."""
 
     model: str
     hooks: Mapping[str, Any]

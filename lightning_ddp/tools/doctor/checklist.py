@@ -48,7 +48,7 @@ _WRONG: Final = {
 
 
 class _NotHere(Exception):
-    """An item that this machine has no use for, or not enough of."""
+    """Raised by an item that this machine has not the devices or processes for."""
 
 
 class _Site:
