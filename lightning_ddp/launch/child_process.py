@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child that is to import quickly."""
+    """Return variables for a child process in which garbage collection is rare during its imports."""
     if sys.flags.ignore_environment or sys.flags.no_site:  # nor would the child look there
         return dict(environment)
     path = [_PRELUDE, environment.get("PYTHONPATH")]
@@ -38,14 +38,14 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def begin_run() -> None:
-    """Let the garbage collector of a child come as often as usual from here on."""
+    """Restore the usual garbage collection thresholds of a child, which were raised for its imports."""
     prelude = sys.modules.pop("_lightning_ddp_prelude", None)
     if prelude is not None:
         prelude.restore()
 
 
 def end_fast() -> None:
-    """Skip the last collection in workers of a data loader, which takes a second where they are spawned.
+    """Skip the last garbage collection in workers of a data loader, which takes a second if spawned.
 
     The rank waits for them, and on a busy machine kills them after 5 s, which leaves their files behind. All
     processes have the last collection where nanobind would report what it leaves.
@@ -65,7 +65,7 @@ def _forget_imports() -> None:
 
 
 def after_imports(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call `make` in a rank that was just spawned, with all that is imported by now kept from the collector.
+    """Exclude all objects of a spawned rank from garbage collection, then call `make` and return its result.
 
     A file in the cycles of the Trainer, which comes later, is still closed at the end.
     """
@@ -74,7 +74,7 @@ def after_imports(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def keep_files(files: Mapping[int, int]) -> None:
-    """Close all files of a fork on Linux but `files`: number that one is to have -> present number."""
+    """Renumber the file descriptors `files` (wanted -> present number), and close all others (Linux)."""
     above = max(files, default=2) + 1
     held = {number: fcntl.fcntl(present, fcntl.F_DUPFD, above) for number, present in files.items()}
     for number, duplicate in held.items():
@@ -90,7 +90,7 @@ def keep_files(files: Mapping[int, int]) -> None:
 
 @dataclass
 class _Origin:
-    """Processes that started this one."""
+    """Process ids of the launcher and of the direct parent of this process."""
 
     launcher: int | None
     """Process that launched it, if a launcher of this package did."""
@@ -103,7 +103,7 @@ _origin: _Origin | None = None
 
 
 def adopt_from_environment() -> None:
-    """Tie the life of a child of our launcher to the launcher's. Do nothing elsewhere.
+    """Make this process die with its launcher, if one of this package started it; else do nothing.
 
     Takes the variable out of the environment, so that processes which this one starts are not concerned. One
     that was started earlier, and has got it as well, is no child of the launcher.
@@ -122,7 +122,7 @@ def adopt_from_environment() -> None:
 
 
 def is_alive(pid: str | int) -> bool:
-    """Return True if a process has not ended; one that nobody has waited for yet has."""
+    """Return True if a process exists and has not ended; a zombie has ended."""
     try:
         os.kill(int(pid), 0)
     except PermissionError:
@@ -135,38 +135,38 @@ def is_alive(pid: str | int) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when its parent, which has launched it, is gone: at once if it is already."""
+    """Have the kernel kill this process when its launcher `parent` ends; exit at once if it has ended."""
     global _origin
     _origin = _Origin(parent, parent)
     end_with(parent)
 
 
 def forked_by_zygote(launcher: int | None) -> None:
-    """Note which process launched a fork of a zygote; None in rank 0, which is alone at first."""
+    """Record the launcher of this fork of the zygote; None in rank 0, which is alone at first."""
     global _origin
     _origin = _Origin(launcher, os.getppid())
 
 
 def launched_by(launcher: int) -> None:
-    """Note in rank 0 that its supervisor launched the others."""
+    """Record in rank 0 that the other ranks were launched by `launcher`, the supervisor process."""
     assert _origin is not None  # it is a fork of a zygote
     _origin.launcher = launcher
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone."""
+    """Have the kernel kill this process when its parent process ends; exit at once if it has ended."""
     _set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def launcher_pid() -> int | None:
-    """Return the process of this package that launched this one, unless it has ended."""
+    """Return the process id of this package's launcher that started this process; None if it has ended."""
     return None if _origin is None or os.getppid() != _origin.parent else _origin.launcher
 
 
 def guarded_by() -> int:
-    """Return the process whose guard is that of this one: this one itself if none has started it."""
+    """Return the process id of the launcher whose guard watches this process; its own if none did."""
     by_function = multiprocessing.parent_process()
     launcher = None if _origin is None else _origin.launcher
     if launcher is not None and by_function is not None:
@@ -175,7 +175,7 @@ def guarded_by() -> int:
 
 
 def outlive_parent() -> None:
-    """Untie the life of this process from its parent's: it is told of the end by other means, and unwinds.
+    """Let this process outlive its parent: it hears of the job's end by the control channel, and unwinds.
 
     If it is stopped (SIGSTOP) at that moment, the kernel continues it.
     """

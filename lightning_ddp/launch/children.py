@@ -33,7 +33,7 @@ _STOP_GRACE_S = 5.0
 
 @dataclass(eq=False)
 class _Slot:
-    """Place of a rank on this node."""
+    """A rank of this node, whose process may be replaced, with the number and end of its last process."""
 
     local_rank: int
     rank: int
@@ -53,13 +53,13 @@ class _Child:
 
 
 def exit_message(code: int, log: Path | None = None) -> str:
-    """Describe the end of a process, and say where its output is."""
+    """Return a sentence on how a process ended, and where its output is."""
     how = describe_exit(code) + (" before it had joined the others" if code == 0 else "")
     return f"the process {how}; its output is {'above' if log is None else f'in {log}'}"
 
 
 def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRecord:
-    """Return the failure of a process that ended, with the last lines of its log."""
+    """Return the failure record of a process that ended, with exit code and last lines of its log."""
     last_lines = None
     if log is not None:
         with contextlib.suppress(OSError), log.open("rb") as file:  # somebody may have removed it
@@ -70,7 +70,7 @@ def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRec
 
 
 class Children(LocalProcesses):
-    """Processes that run next to this one; none until the first is started.
+    """Child processes of a launcher, one for each other rank of the node: started, watched and ended.
 
     Args:
         on_end: called with each child that ends, in the thread that watches it.
@@ -109,12 +109,12 @@ class Children(LocalProcesses):
 
     @property
     def are_of_this_process(self) -> bool:
-        """True if this process launched the others of its node, by itself or by its supervisor."""
+        """True if this process launched the other ranks of its node, by itself or by its supervisor."""
         return self.launch is not None or self.remote is not None
 
     @property
     def first_rank(self) -> int:
-        """Rank of the first process of this node."""
+        """Global rank of the first process of this node."""
         return 0 if self.launch is None else self.launch.first_rank
 
     @property
@@ -124,7 +124,7 @@ class Children(LocalProcesses):
     # ------------------------------------------------------------------ start
 
     def start_all(self) -> None:
-        """Start the ranks of `launch`, and a guard: it kills those that do not hear of a failure."""
+        """Start the other ranks of this node, and a guard process that kills those deaf to a failure."""
         assert self.launch is not None  # it was set
         for local_rank in range(int(self._is_rank), self.launch.num_ranks):
             self._slots[local_rank] = _Slot(local_rank, self.first_rank + local_rank)
@@ -134,7 +134,7 @@ class Children(LocalProcesses):
             self._guard = Guard(ends_launcher=self._is_rank)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a process in the slot of a lost one, which is killed if it only stands still. Thread-safe.
+        """Start a new process for a lost rank, and kill the old process if it still exists. Thread-safe.
 
         If the process was started already, and has ended, that is reported once more.
         """
@@ -201,12 +201,12 @@ class Children(LocalProcesses):
         return self._first
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds until all children have ended; return whether they have."""
+        """Wait up to `timeout_s` seconds for all child processes to end; return True if they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._alive, timeout=timeout_s)
 
     def end(self, grace_s: float) -> None:
-        """Wait until all children have ended; kill those that have not after `grace_s` seconds."""
+        """Wait until all child processes have ended; kill those that have not after `grace_s` seconds."""
         if not self.join(grace_s):
             with self._changed:
                 self._is_stopping = True
@@ -220,7 +220,7 @@ class Children(LocalProcesses):
             self._guard.end()
 
     def end_new(self, is_left_out: Callable[[int], bool]) -> None:
-        """Kill replacements in slots (ranks in the beginning) that have no member, as they come too late."""
+        """Kill replacement processes for whose initial rank `is_left_out` is true, as they come too late."""
         self._kill_where(lambda child: child.number > 0 and is_left_out(child.slot.rank))
 
     def kill(self) -> None:
@@ -232,7 +232,7 @@ class Children(LocalProcesses):
         self._kill_where(lambda child: child.process.pid == pid)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill the child that had this rank in the beginning, if it is of this node."""
+        """Kill the first process of a global rank, not its replacement, if it is on this node."""
         if self.remote is not None:
             self.remote.kill_rank(rank)
         self._kill_where(lambda child: not child.number and child.slot.rank == rank)

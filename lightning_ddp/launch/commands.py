@@ -27,7 +27,7 @@ class Run:
     """Run a program: import its libraries once, and fork the ranks of this node from that process."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options; all that follows the program belongs to that."""
+        """Add the options of `run` to the parser; all that follows the program is passed on to it."""
         parser.add_argument(
             "--preload",
             action="append",
@@ -65,7 +65,7 @@ class Run:
 
 
 def _import_once(modules: Sequence[str]) -> None:
-    """Import modules, and keep their objects out of the collections of the ranks, which would copy them."""
+    """Import modules, and exclude their objects from garbage collection, which would copy them in forks."""
     usual = gc.get_threshold()
     gc.set_threshold(*_RARE)
     for name in modules:
@@ -75,7 +75,7 @@ def _import_once(modules: Sequence[str]) -> None:
 
 
 def _namespaces(program: Program) -> list[str]:
-    """Return the namespaces of Lightning that the program names, or one that is installed."""
+    """Return the names of the Lightning packages that a program mentions, or of one that is installed."""
     path = Path(program.name)
     if program.kind == "module":
         path = Path(*program.name.split(".")).with_suffix(".py")
@@ -90,7 +90,7 @@ class Leave:
     """Drain a node: its ranks leave a run at a step boundary, and all other ranks continue."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
+        """Add the options of `leave` to the parser."""
         parser.add_argument(
             "--node",
             type=int,
@@ -105,7 +105,7 @@ class Leave:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Ask the run; return at once, while the node trains up to the next step boundary."""
+        """Ask a run to drain a node; return the exit code at once, while its ranks train to the boundary."""
         variables = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
         told = args.address or (":".join(variables) if all(variables) else None)
         node = args.node if args.node is not None else os.environ.get("NODE_RANK", "")
@@ -129,7 +129,7 @@ class Leave:
 
 
 def _ask_run(address: str, port: int, question: Message) -> Message:
-    """Return the answer of the control server of the run whose store listens there."""
+    """Send a question to the control server of the run whose store is at an address; return the answer."""
     # only here, as all other commands import this file
     from lightning_ddp.launch.job_context import server_in
     from lightning_ddp.launch.rendezvous import TOKEN_VARIABLE, run_store, running

@@ -53,13 +53,16 @@ _MOST_FRAMES = 200
 
 
 class _Answer(threading.Event):
-    """Answer of the server, for which a thread waits."""
+    """Event for which a thread waits until the server has answered, with what the server found."""
 
     findings: Findings | None = None
 
 
 class DesyncReporter:
-    """Reports what this process does; `where` returns step and phase. Made in the main thread."""
+    """A rank's end of desync detection: reports what it does, and asks what others do.
+
+    `where` returns step and phase. Made in the main thread.
+    """
 
     def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
         self._interrupt = interrupt
@@ -85,14 +88,14 @@ class DesyncReporter:
         return self._watch.identity.rank if self._watch is not None else 0
 
     def attach(self, watch: ControlClient) -> None:
-        """Use the control channel from now on, to explain a wait that takes too long."""
+        """Use this connection to the control server from now on, to explain a wait that takes too long."""
         self._watch = watch
         if self._is_active:  # since before there was a channel
             watch.update(lambda state: state.begin_run(self._run_name))
         self._interrupt.supervisor = self
 
     def set_deadline(self, timeout: timedelta | None) -> None:
-        """Set the timeout of collectives; None for no limit.
+        """Set the timeout after which a collective that waits for other ranks fails; None for no limit.
 
         It ends a second before the backend's own, which breaks connections.
         """
@@ -100,7 +103,7 @@ class DesyncReporter:
         self.deadline_s = max(limit_s - 1.0, limit_s / 2)
 
     def compare_before_each(self, is_on: bool) -> None:
-        """Compare each collective with those of the other ranks before it starts, or stop doing so."""
+        """Turn on or off that each collective is compared between the ranks before it starts."""
         if is_on and self._watch is None and dist.get_world_size() > 1:
             raise ConfigurationError(
                 'debug="detail" needs the control channel, which LIGHTNING_DDP_SUPERVISION=0 has switched off'
@@ -123,7 +126,7 @@ class DesyncReporter:
     # ------------------------------------------------------------------ in the thread of the channel
 
     def on_message(self, message: Message) -> None:
-        """Answer questions of the server about this rank, and take its answers to those of this rank."""
+        """Process a server's message: answer a question about this rank, or deliver an answer or value."""
         match message:
             case StatusRequest(number) if self._watch is not None:
                 self._watch.post(StatusReply(number, self.status()))
@@ -140,7 +143,7 @@ class DesyncReporter:
                     listener(sender, value)
 
     def status(self) -> RankStatus:
-        """Return what this rank does. Thread-safe."""
+        """Return what this rank is doing: its state, awaited collective, step and groups. Thread-safe."""
         activity, where = self._interrupt.activity, self._where()
         wait, now = activity.wait(), time.monotonic()
         state: State
@@ -179,7 +182,7 @@ class DesyncReporter:
         )
 
     def _line(self) -> str | None:
-        """Return the line of the user's program that the main thread executes."""
+        """Return file, line and function of the user's program that the main thread executes, or None."""
         innermost: types.FrameType | None = sys._current_frames().get(self._main)
         if innermost is None:
             return None
@@ -192,7 +195,7 @@ class DesyncReporter:
     # ------------------------------------------------------------------ in a thread that waits
 
     def explain(self, waiting: Waiting) -> BaseException:
-        """Return the error of a wait past its deadline; ask all ranks, which takes up to a few seconds."""
+        """Return the timeout error of an overdue collective, after asking all ranks for a few seconds."""
         found = self._ask(waiting.entry or self._interrupt.activity.entry())
         waited_s = time.monotonic() - waiting.begun_at
         missing = list(found.missing)
@@ -208,19 +211,19 @@ class DesyncReporter:
         )
 
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
-        """Ask where all ranks wait, on the first rank of a group; return an error if they disagree."""
+        """Ask on a group's first rank in which collectives ranks wait; return an error if they differ."""
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
         found = self._ask(entry)
         return self._called_others(entry, found) if found.is_contradiction else None
 
     def mismatch(self) -> CollectiveMismatchError:
-        """Return the error where gloo has found that the ranks call different collectives. Thread-safe."""
+        """Return the error to raise as gloo found that ranks call different collectives. Thread-safe."""
         entry = self._interrupt.activity.entry() or self._interrupt.activity.last_started()
         return self._called_others(entry, self._ask(entry))
 
     def compare(self, entry: Entry) -> None:
-        """Wait until all ranks of its group are about to start this collective.
+        """Announce a collective, and wait until all ranks of its group are about to start the same one.
 
         Raises:
             CollectiveMismatchError: they are about to start others.
@@ -250,7 +253,7 @@ class DesyncReporter:
             )
 
     def _ask(self, entry: Entry | None) -> Findings:
-        """Return where the ranks disagree, as the server finds."""
+        """Ask the server where ranks disagree about a collective, and return its findings or own ones."""
         key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
         answer = self._answers.setdefault(key, _Answer())
         if self._watch is not None:
@@ -262,7 +265,7 @@ class DesyncReporter:
         return answer.findings or self._unanswered(entry)
 
     def _unanswered(self, entry: Entry | None) -> Findings:
-        """Return what this rank knows by itself, where the server's process does not run Python."""
+        """Return the findings that this rank has by itself, as the server's process does not answer."""
         missing, where = set(self._interrupt.activity.absent), ""
         if self._watch is not None:
             server = self._watch.server
@@ -298,7 +301,7 @@ class DesyncReporter:
     # ------------------------------------------------------------------ messages between ranks
 
     def tell(self, rank: int, topic: str, value: Any) -> bool:
-        """Send `value`, of JSON's types and below 60 KiB, to a rank; return True if there is a channel.
+        """Send a JSON value below 60 KiB to a rank; return False if there is no control channel.
 
         Values of a rank arrive in order, and none after a failure.
         """
@@ -307,7 +310,10 @@ class DesyncReporter:
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
-        """Call `listener(rank, value)` in the channel's thread for values sent under `topic`."""
+        """Register `listener(rank, value)` for values that ranks send with `topic`; None removes it.
+
+        It is called in the channel's thread.
+        """
         if listener is None:
             self._listeners.pop(topic, None)
         else:
@@ -319,7 +325,7 @@ def _in_words(found: Findings) -> str:
 
 
 def _cut(text: str) -> str:
-    """Cut a text to 200 characters that still differ where long texts do."""
+    """Return a text, cut to 200 characters with a checksum that differs where long texts do."""
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[: _LONGEST_TEXT - 12]}... {zlib.crc32(text.encode()):08x}"[:_LONGEST_TEXT]

@@ -24,7 +24,7 @@ _OF_SLURM = "SLURM_NNODES"
 
 
 class Told(NamedTuple):
-    """Number, and the environment variable that says it."""
+    """A number, and the name of the environment variable from which it was read."""
 
     value: int
     variable: str
@@ -34,7 +34,7 @@ class Told(NamedTuple):
 
 
 def _number(env: Mapping[str, str], name: str) -> Told | None:
-    """Return the number of a variable, None if it is not set; raise `ConfigurationError` if it is none."""
+    """Return the number in an environment variable, or None; raise `ConfigurationError` for other text."""
     text = env.get(name)
     if not text:
         return None
@@ -44,14 +44,14 @@ def _number(env: Mapping[str, str], name: str) -> Told | None:
 
 
 def _hosts(env: Mapping[str, str], name: str) -> list[str]:
-    """Return the hosts that a variable lists, one per line or as JSON."""
+    """Return the host names that an environment variable lists, one per line or as JSON."""
     text = env.get(name, "").strip()
     return list(json.loads(text)) if text.startswith("[") else text.split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Statements of an engine about its nodes; None where it says nothing."""
+    """What environment variables of a cluster engine say of its nodes; None where they say nothing."""
 
     num_nodes: Told | None = None
     node_rank: Told | None = None
@@ -64,7 +64,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Engine:
-    """Engine that starts one process per node."""
+    """A cluster engine that starts one process per node, and how its environment variables are read."""
 
     name: str
     marks: tuple[str, ...]
@@ -73,7 +73,7 @@ class Engine:
 
 
 def _processes(env: Mapping[str, str]) -> Told | None:
-    """Return torchrun's number of processes of a node, which may also be `auto`, `cpu` or `gpu`."""
+    """Return torchrun's number of processes per node; None if not set, or `auto`, `cpu` or `gpu`."""
     name = "PET_NPROC_PER_NODE"
     return None if env.get(name) in ("auto", "cpu", "gpu") else _number(env, name)
 
@@ -145,7 +145,7 @@ ENGINES = (
 
 
 def nodes_of(env: Mapping[str, str], num_nodes: int = 1) -> tuple[Nodes, list[str]]:
-    """Return what all engines together say of the nodes, and the names of the engines that were found.
+    """Return what environment variables of all cluster engines say of the nodes, and the engines found.
 
     `num_nodes` is the number of nodes in the script, without which an index alone does not say that there are
     several: Kubernetes numbers the pods of a sweep, too.
@@ -176,7 +176,7 @@ def nodes_of(env: Mapping[str, str], num_nodes: int = 1) -> tuple[Nodes, list[st
 
 
 def _agreed(told: list[Told | None]) -> Told | None:
-    """Return the statement that all make that make one; `ConfigurationError` if two differ."""
+    """Return the number on which several variables agree, or None; `ConfigurationError` if two differ."""
     made = [one for one in told if one is not None]
     for one in made[1:]:
         if one.value != made[0].value:
@@ -185,7 +185,7 @@ def _agreed(told: list[Told | None]) -> Told | None:
 
 
 def variables_by_hand(nodes: Nodes, engines: list[str]) -> dict[str, str]:
-    """Return the variables of this node as if it had been started by hand, where `engines` say them."""
+    """Return NODE_RANK, MASTER_ADDR and MASTER_PORT for this node, as far as `engines` say them."""
     variables = {}
     if nodes.node_rank is not None:
         variables["NODE_RANK"] = str(nodes.node_rank.value)
@@ -195,7 +195,7 @@ def variables_by_hand(nodes: Nodes, engines: list[str]) -> dict[str, str]:
 
 
 def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[int, int]:
-    """Return the numbers of nodes and of devices per node: the engine's, where the script leaves them open.
+    """Return the numbers of nodes and of devices per node: the engine's, where the script gives none.
 
     Sets `MASTER_ADDR`, `MASTER_PORT` and `NODE_RANK` of this process, as for a node started by hand, and
     removes variables that count pods as ranks.
@@ -234,7 +234,7 @@ def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[in
 
 
 def take_slurm_task() -> None:
-    """Take a task of SLURM for a node, if srun has started one per node, instead of for a rank.
+    """Make a SLURM task count as a node instead of as a rank, if srun has started one per node.
 
     This process gets the variables of a node that was started by hand, and loses the one by which Lightning
     takes each task for a rank.
@@ -250,7 +250,7 @@ def take_slurm_task() -> None:
 
 
 def is_slurm_node(environment: Any, num_devices: int) -> bool:
-    """Return True if Lightning takes this process for a rank of SLURM, but it starts those of its node.
+    """Return True if this SLURM task is to start its node's ranks, though Lightning takes it for a rank.
 
     It does if srun has started one task per node, and a node has several devices; or if `run` has taken the
     task. A script that srun has not started is alone, so there must be no other task.

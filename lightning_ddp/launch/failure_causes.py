@@ -24,7 +24,7 @@ _RUNS_JOBS = side_stream.__file__
 
 
 class Cause(Enum):
-    """Kind of an exception: this rank's own, that of a peer, or an error of a backend."""
+    """Cause of an exception: this rank's own code, another rank's failure, or an error of a backend."""
 
     OWN = auto()
     """Code of this rank."""
@@ -37,7 +37,7 @@ class Cause(Enum):
 
 
 def cause_of_error(error: BaseException) -> Cause:
-    """Return the origin of an exception."""
+    """Return the cause of an exception: own code, another rank, a lost connection, or the backend."""
     text = text_of(error)
     while not isinstance(error, PeerFailure) and isinstance(error, LightningDDPError):
         if not isinstance(error.__cause__, RuntimeError):
@@ -51,7 +51,7 @@ def cause_of_error(error: BaseException) -> Cause:
 
 
 def _is_of_backend(error: BaseException, text: str) -> bool:
-    """Return True if a call that communicates raised, and not the user's code in words of its own."""
+    """Return True if an exception was raised by a call that communicates, not by the user's own code."""
     if isinstance(error, LightningDDPError):
         return type(error) is CollectiveError  # those derived from it say more
     if not isinstance(error, RuntimeError):
@@ -63,7 +63,7 @@ def _is_of_backend(error: BaseException, text: str) -> bool:
 
 
 def interruption_behind(error: BaseException, interruption: BaseException | None) -> PeerFailure | None:
-    """Return the `PeerFailure` that interrupted this rank, from which user code may have made `error`."""
+    """Return the `PeerFailure` that interrupted this rank and led to `error`; None if there is none."""
     cause: BaseException | None = error if isinstance(error, Exception) else None
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:

@@ -53,12 +53,12 @@ _OWN_WORD_S = 0.3
 
 
 def is_enabled() -> bool:
-    """Return True if the processes of a job end together: unless LIGHTNING_DDP_SUPERVISION=0."""
+    """Return True if the processes of a job are supervised: unless LIGHTNING_DDP_SUPERVISION=0."""
     return os.environ.get(_SWITCH_VARIABLE, "1") != "0"
 
 
 class _State(Enum):
-    """State of the main thread."""
+    """State of the main thread: outside of a run, in a run, reporting an exception, or failed."""
 
     IDLE = auto()
     """Code of the script, outside of a run."""
@@ -71,7 +71,7 @@ class _State(Enum):
 
 
 class FailureHandler:
-    """Supervision of this process in one generation of its job. Made and used in the main thread."""
+    """Supervision of a process: reports its failure, interrupts it for others'. Used in the main thread."""
 
     def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
@@ -101,17 +101,17 @@ class FailureHandler:
 
     @property
     def is_over(self) -> bool:
-        """True if this process has failed or unwinds from a failure: it answers no collectives."""
+        """True if this process has failed or unwinds from a failure, so that it calls no collectives."""
         return self._state is _State.OVER or self.is_inherited
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks have connected, or there is no control channel."""
+        """True if all ranks have connected to the control server, or supervision is switched off."""
         return self.watch.has_met if self.watch is not None else not is_enabled()
 
     @property
     def has_left(self) -> bool:
-        """True if this process has left the others on request, and exits while they continue."""
+        """True if this process has left the run on request, and exits while the other ranks continue."""
         return self.calls is not None and self.calls.has_left
 
     @property
@@ -121,17 +121,17 @@ class FailureHandler:
 
     @property
     def identity(self) -> Identity | None:
-        """Identity of this process, once it has connected."""
+        """Identity of this process (rank, node, host, pid) once it has connected to the server, else None."""
         return self.watch.identity if self.watch is not None else None
 
     @property
     def is_inherited(self) -> bool:
-        """True in a process that user code has forked: it is no rank."""
+        """True in a process that user code has forked from a rank, and that is no rank."""
         return os.getpid() != self._pid
 
     @property
     def is_launcher(self) -> bool:
-        """True if this process starts the others of its node."""
+        """True if this process starts the other ranks of its node."""
         return self._children.launch is not None
 
     def _is_between_runs(self) -> bool:
@@ -140,11 +140,11 @@ class FailureHandler:
 
     @property
     def is_ending(self) -> bool:
-        """True if this process unwinds, or will in a moment."""
+        """True if this process unwinds from a failure, or will in a moment."""
         return self.is_over or self.interrupt.error is not None
 
     def _position(self) -> Where:
-        """Return where in its Trainer this rank is. Thread-safe."""
+        """Return global step and running hook or stage of this rank's Trainer. Thread-safe."""
         trainer = self._trainer()
         module = None if trainer is None else trainer.lightning_module
         if trainer is None or module is None:
@@ -152,18 +152,18 @@ class FailureHandler:
         return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
 
     def _where(self) -> Where:
-        """Return what this rank does. In the thread of the channel, which the interpreter has just run."""
+        """Return this rank's step, hook, awaited collective and progress count. In the channel's thread."""
         self.end_limit.expect_progress()
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
 
     def first_failure(self) -> FailureRecord | None:
-        """Return the first failure of the job, as far as this process knows."""
+        """Return the record of the job's first failure, as far as this process knows it, or None."""
         known = self.server.first_failure if self.server is not None else None
         return known or (self.watch.failure if self.watch is not None else None)
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
-        """Wait up to `timeout_s` seconds for the first failure; return it, or None."""
+        """Wait up to `timeout_s` seconds until the job's first failure is known; return it, or None."""
         known_by = self.watch or self.server
         if known_by is not None:
             known_by.wait_for_verdict(timeout_s)
@@ -179,7 +179,7 @@ class FailureHandler:
     def connect(
         self, server: ServerAddress, identity: Identity, settings: SupervisionSettings, parent_pid: int | None
     ) -> None:
-        """Connect to the control server; `parent_pid` is the process of this job that started this one."""
+        """Connect to the control server, and start supervision; `parent_pid` is the job's parent process."""
         self._settings = self.end_limit.settings = settings
         self._parent_pid = parent_pid
         parent = None
@@ -213,13 +213,13 @@ class FailureHandler:
         before_gloo_ends_the_process(self._gloo_failed)
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Wait until all ranks have connected; raise `RendezvousError` or `PeerFailure`."""
+        """Wait until all ranks have connected to the server; raise `RendezvousError` or `PeerFailure`."""
         if self.watch is not None:
             self.watch.wait_for_all(timeout_s, self.interrupt.check)
         self.interrupt.check()
 
     def handle_stop_signals(self) -> None:
-        """Let SIGTERM stop all ranks at a step boundary; until then it ends this process, which waits."""
+        """Install a SIGTERM handler that stops all ranks at a step boundary, instead of this one at once."""
         if self.watch is not None and self._stop_signals is None:
             preemption = self._settings.preemption
             self._stop_signals = StopSignals(
@@ -237,13 +237,13 @@ class FailureHandler:
             self.inspector.on_message(message)
 
     def follow(self, trainer: Trainer) -> None:
-        """Report the position of this Trainer from now on. It is not kept alive."""
+        """Report step and hook of this Trainer to the server from now on. It is not kept alive."""
         self._trainer = weakref.ref(trainer)
 
     # ------------------------------------------------------------------ recovery
 
     def is_call(self, error: BaseException) -> bool:
-        """Return True if an exception is a consequence of a loss with which the job continues.
+        """Return True if an exception is the consequence of a lost rank from which the job recovers.
 
         Wait for the order that says so if necessary.
         """
@@ -262,25 +262,25 @@ class FailureHandler:
         return False
 
     def forget_device(self) -> None:
-        """Stop watching what a device has still to run, as its groups will be aborted."""
+        """Stop watching the work that is queued on the device, as its process groups will be aborted."""
         if self.interrupt.device_watch is not None:
             self.interrupt.device_watch.forget()
 
     def check_whether_late(self) -> None:
-        """Exit with code 0 from a process that is to join if the others have ended the job."""
+        """Exit with code 0 if the job that this process is to join has ended; raise if it has failed."""
         self.interrupt.check()
         if self.watch is not None and self.watch.has_been_left:
             self.leave_late()
 
     def leave_late(self) -> None:
-        """Exit with code 0, and kill the processes that this one has started: they come too late as well."""
+        """Kill this process's children and exit with code 0, as the job to join has ended already."""
         self._children.kill()
         exit_now(0)
 
     # ------------------------------------------------------------------ runs
 
     def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of a Trainer as a run: until it returns, the exit of this process is a failure.
+        """Call a Trainer's function under supervision: until it returns, this process's exit is a failure.
 
         Raises:
             PeerFailure: another rank failed, also at its end after the function has returned here.
@@ -322,7 +322,7 @@ class FailureHandler:
             self.leave()
 
     def enter(self, name: str) -> None:
-        """Begin a run; do nothing within another one but count it."""
+        """Begin a run (fit, test ...): allow interruptions and tell the server; only count a nested one."""
         self._depth += 1
         if self._depth == 1:
             if self._state is _State.IDLE:
@@ -332,7 +332,7 @@ class FailureHandler:
             self.inspector.enter(name)
 
     def leave_together(self) -> None:
-        """Wait until the run has ended on all ranks: what this one does next may rely on that."""
+        """Wait until the run (fit, test ...) has ended on all ranks; raise if another one has failed."""
         if self.watch is not None and self._depth == 1:
             limit_s = min(self.inspector.deadline_s, _LONGEST_END_S)
             self.watch.leave_run(self.inspector.leave, limit_s, self.alarm.silence)
@@ -356,7 +356,7 @@ class FailureHandler:
                     self.watch.flush()
 
     def restore_sigterm(self) -> None:
-        """Let SIGTERM end this process, as it has no step boundary of ours to stop at."""
+        """Restore the previous SIGTERM handler, as this process has no step boundary to stop at."""
         if self._stop_signals is not None:
             self._stop_signals.restore()
 
@@ -399,7 +399,7 @@ class FailureHandler:
         return passage
 
     def _requested_by(self, number: int) -> Wish:
-        """Return what a signal requests: that all stop, or that this process or its node leaves."""
+        """Return what a signal requests: that all ranks stop, or that this process or its node leaves."""
         preemption = self._settings.preemption
         is_notice = preemption is not None and number == preemption.number
         if not is_notice or self.calls is None or not self.calls.may_leave or self.identity is None:
@@ -411,7 +411,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ a failure of this process
 
     def end(self, error: BaseException) -> PeerFailure | None:
-        """Report what ended the run here, and make collectives of this rank fail instead of waiting.
+        """Report the exception that ended this rank's run, and abort its process groups.
 
         Returns the failure of another rank that caused `error`, if any.
         """
@@ -447,7 +447,7 @@ class FailureHandler:
         return failure
 
     def _explain(self, error: BaseException) -> PeerFailure | None:
-        """Report an exception of this process; return the failure of which it is a consequence, if any."""
+        """Report an exception to the server; return the other rank's failure that caused it, if any."""
         if (interruption := interruption_behind(error, self.interrupt.error)) is not None:
             return interruption.like()
         if self.watch is None:
@@ -468,7 +468,7 @@ class FailureHandler:
         return first.to_error(record.rank).like()
 
     def _save_last(self, error: BaseException, *, is_own: bool) -> None:
-        """Save a checkpoint if this is the lowest rank that has not failed first.
+        """Save a checkpoint after a failure if this is the lowest rank but the one that failed first.
 
         If `error` is this rank's own, a process that died meanwhile is no better reason.
         """
@@ -489,7 +489,7 @@ class FailureHandler:
                     tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
 
     def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
-        """Report that this process has joined (None), knows of a failure, or continues after one."""
+        """Tell the launcher's guard that this process joined (None), knows of a failure, or goes on."""
         is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
         report = "" if failure is None or is_interrupt else render(failure)
         limit_s = self._settings.failure_grace_s if is_aware else math.inf
@@ -497,7 +497,7 @@ class FailureHandler:
             tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
 
     def fail(self, trace: str, cause: str | None = None) -> None:
-        """Report a failure of this rank to all ranks; `cause` is one line, else the last of the traceback."""
+        """Report a failure of this rank by its traceback; `cause` is one line, else the traceback's last."""
         if self.watch is None:
             return
         where = self._position()
@@ -509,7 +509,7 @@ class FailureHandler:
         self.watch.report(record, is_echo=False)
 
     def child_ended(self, record: FailureRecord) -> None:
-        """Report a child of this launching process that exited without success. Thread-safe."""
+        """Report the exit of a child process of this launcher to the control server. Thread-safe."""
         if self.watch is not None:
             self.watch.post(Exited(record))
             return
@@ -520,7 +520,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ a failure of another process
 
     def _learned(self, record: FailureRecord) -> None:
-        """Handle the failure of the job. In the thread of the channel."""
+        """Interrupt the main thread and limit its time, as the job has failed. In the channel's thread."""
         rank = self.identity.rank if self.identity is not None else None
         error = record.to_error(rank)
         if rank is not None and record.rank != rank:
@@ -534,7 +534,7 @@ class FailureHandler:
         threading.Thread(target=self._interrupt_main, args=(error,), daemon=True, name="interrupt").start()
 
     def _device_failed(self, error: BaseException) -> None:
-        """Handle work on the device that failed or does not end. In the thread that watches the device."""
+        """Interrupt the main thread, as work on the device failed or hangs. In the thread that watches it."""
         if self.is_call(error):  # which stops the main thread
             return
         if self.interrupt.set(error):
@@ -542,13 +542,13 @@ class FailureHandler:
             self._interrupt_main(error)
 
     def _gloo_failed(self) -> None:
-        """Handle a mismatch or a broken connection. In gloo's thread, which then ends the process."""
+        """Interrupt the main thread for a mismatch or lost connection. In gloo's thread, which then exits."""
         with suppress(PeerFailure):
             self._device_failed(self.inspector.mismatch())
         time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
 
     def _interrupt_main(self, error: BaseException) -> None:
-        """Interrupt the main thread, unless it raises by itself in a moment."""
+        """Raise `error` in the main thread, unless that fails by itself in a moment."""
         if isinstance(error, PeerFailure):
             self._wake_stopped(error)
         until = time.monotonic() + _OWN_WORD_S
@@ -558,7 +558,7 @@ class FailureHandler:
         self.alarm.sound(error, abort_groups, is_final=True)
 
     def _wake_stopped(self, error: PeerFailure) -> None:
-        """Continue stopped processes (SIGSTOP) that this one has started, so that they can end."""
+        """Send SIGCONT to all processes that this one has started, so that stopped ones can end."""
         self._children.send_signal(signal.SIGCONT)
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
@@ -579,7 +579,7 @@ class FailureHandler:
             self.end_limit.set(is_needed=is_first or self.is_launcher)
 
     def may_begin_anew(self) -> bool:
-        """Return True if the job has failed with an exception, so that all ranks may fit again."""
+        """Return True if the job has failed with an exception, after which ranks can start another run."""
         if self.watch is None or not self.is_over or self._depth:
             return False
         failure = self.wait_for_verdict(ECHO_WAIT_S + 1.0)
@@ -587,13 +587,13 @@ class FailureHandler:
         return failure is not None and "Collective" not in (failure.exception_type or "Collective")
 
     def close(self) -> None:
-        """Leave the job: the exit of this process is no failure from now on."""
+        """Disconnect from the job, so that the exit of this process is no failure; close its own server."""
         for end in (self.interrupt.device_watch, self.watch, self.server):
             if end is not None:
                 end.close()
 
     def restore_handlers(self) -> None:
-        """Give back the signals and timers that this process has taken for the job."""
+        """Restore the signal handlers and cancel the timers that this process has set for the job."""
         faulthandler.cancel_dump_traceback_later()
         if self.end_limit.is_set:
             self._tell_guard(False)
@@ -603,7 +603,7 @@ class FailureHandler:
         self.restore_sigterm()
 
     def disown(self) -> None:
-        """Close the sockets in a process that was forked: the rank is the other one."""
+        """Close the control sockets that a forked process has inherited: its parent is the rank."""
         self.end_limit.disown()
         for end in (self.watch, self.server):
             if end is not None:

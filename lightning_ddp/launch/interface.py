@@ -29,7 +29,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Yield (interface, address) for each address of this host, IPv4 first; nothing outside of Linux."""
+    """Yield (network interface, address) of this host, IPv4 first; nothing outside of Linux."""
     if sys.platform != "linux":
         return
     answer = array.array("B", bytes(_ENTRY_BYTES * _MOST_ENTRIES))
@@ -46,7 +46,7 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def route_to(address: str) -> tuple[str | None, str]:
-    """Return the interface that leads to a host, or None, and this host's address on it; else `OSError`."""
+    """Return the network interface (or None) and own address that lead to a host; `OSError` if none do."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # of a datagram socket: sends nothing
@@ -56,7 +56,7 @@ def route_to(address: str) -> tuple[str | None, str]:
 
 
 def backend_names(backend: str) -> frozenset[str]:
-    """Return the backends that torch's spelling names: one, or one per type of device.
+    """Return the names in a `torch.distributed` backend string: one, or one per type of device.
 
     >>> sorted(backend_names("cpu:gloo,cuda:nccl")), sorted(backend_names("NCCL"))
     (['gloo', 'nccl'], ['nccl'])
@@ -65,7 +65,7 @@ def backend_names(backend: str) -> frozenset[str]:
 
 
 def uses_nccl(backend: str) -> bool:
-    """Return True if one of the backends in torch's spelling is of NCCL.
+    """Return True if one of the backends in a `torch.distributed` backend string is NCCL.
 
     >>> uses_nccl("cpu:gloo,cuda:nccl2"), uses_nccl("gloo")
     (True, False)
@@ -74,7 +74,7 @@ def uses_nccl(backend: str) -> bool:
 
 
 def choose_interface(address: str, backend: str) -> dict[str, str]:
-    """Return the variables that name to gloo and NCCL the interface that leads to the first node.
+    """Return the environment variables that tell gloo and NCCL which interface leads to the first node.
 
     Empty where the user has named one, or no interface is found. The loopback is named to gloo alone, and
     only where the address is a number: a name may lead elsewhere from another node. NCCL, which spreads its
@@ -102,7 +102,7 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
 
 
 def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
-    """Return the value by which NCCL's ranks meet by the interface `route`; None if they do anyway.
+    """Return the NCCL_SOCKET_IFNAME with which ranks meet on interface `route`; None if they do anyway.
 
     NCCL takes InfiniBand's interfaces if there are some, else all that are neither Docker's nor the loopback.
     Its ranks meet by the first of them, in the order of the C library, and data goes over all. So only
@@ -121,7 +121,7 @@ def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
 
 
 def describe_route(address: str) -> str:
-    """Describe the interface that leads to an address, for an error message."""
+    """Return a phrase on the network interface that leads to an address, for an error message."""
     try:
         name, own = route_to(address)
     except OSError as error:
@@ -141,7 +141,7 @@ def _is_loopback(address: object) -> bool:
 
 
 def is_own_address(address: str) -> bool:
-    """Return True if this host has the address, which can be resolved."""
+    """Return True if a name or address, which can be resolved, belongs to this host."""
     for family, kind, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(target)

@@ -68,7 +68,7 @@ _LONGEST_WAIT_S = 1800.0
 
 
 class JobContext:
-    """Store, children and supervision of this process for its job. Made and used in the main thread.
+    """A process's part in its job: store, child processes, supervision. For use in the main thread.
 
     `before` is the previous context: of a job that ended, or of the process that forked this one.
     """
@@ -102,14 +102,14 @@ class JobContext:
         return os.getpid() != self._pid
 
     def disown(self) -> None:
-        """Close the sockets of this context in a process that was forked."""
+        """Close the job's sockets that a forked process has inherited, and never destroy its groups."""
         self.control.disown()
         never_destroy([self, *self.control.interrupt.activity.groups(), *known_groups().items()])
 
     # ------------------------------------------------------------------ begin
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
-        """Make this process the launcher of its node; with a link the supervisor starts the others instead.
+        """Make this process its node's launcher; with a `link` the supervisor starts the others instead.
 
         Sets `variables` in the environment until the job ends.
         """
@@ -124,7 +124,7 @@ class JobContext:
             link.on_child_ended = self._child_ended
 
     def _child_ended(self, record: FailureRecord) -> None:
-        """Report the exit of another rank of this node, where that concerns the others. Thread-safe."""
+        """Report the exit of a child process to the server, if it matters to the others. Thread-safe."""
         if self._goes_on or record.exit_code or not self.control.has_met:
             self.control.child_ended(record)
 
@@ -138,7 +138,7 @@ class JobContext:
         settings: SupervisionSettings,
         processes: LocalProcesses | None = None,
     ) -> ControlServer | None:
-        """Open the control server of the job at `address`, and publish that in the store of the job.
+        """Open the job's control server at `address`, publish it in the job's store, and return it.
 
         It is in this process; or for a rank 0 under `run` in the supervisor, then None is returned.
 
@@ -176,7 +176,7 @@ class JobContext:
     def connect(
         self, store: Any, identity: Identity, settings: SupervisionSettings, timeout_s: float
     ) -> None:
-        """Connect to the control server unless connected; wait until all ranks are."""
+        """Connect to the control server unless connected; wait until all ranks have connected."""
         if self.control.watch is None:
             address, parent_pid = self.find_server(store), launcher_pid()
             if self.is_joining:
@@ -187,7 +187,7 @@ class JobContext:
         self.control.wait_for_all(timeout_s)
 
     def begin_anew(self) -> None:
-        """Begin a new generation if the script caught the failure of the last one; all ranks meet again."""
+        """Destroy groups and restart supervision if the script caught a failure; all ranks connect again."""
         if not self.control.may_begin_anew():
             return
         self.control.close()
@@ -202,7 +202,7 @@ class JobContext:
     # ------------------------------------------------------------------ end
 
     def end(self, error: BaseException | None) -> FailureRecord | None:
-        """End the job, which raised `error` here, while the process continues; return its failure."""
+        """End the job, with `error` if it raised here, while the process goes on; return its failure."""
         failure = self._leave(error)
         atexit.unregister(self._at_exit)
         if self._is_left_behind:
@@ -218,11 +218,11 @@ class JobContext:
 
     @property
     def _is_left_behind(self) -> bool:
-        """True in a rank 0 that has left the others on request: the supervisor has what they need."""
+        """True in a rank 0 that left the run on request, while the supervisor serves the other ranks."""
         return self.control.has_left and self.children.remote is not None
 
     def _leave(self, error: BaseException | None) -> FailureRecord | None:
-        """Wait until the children have exited, leave the control channel; return the first failure."""
+        """Wait for the children to exit, disconnect from the server; return the first failure, or None."""
         ours = self.control
         if self._is_left_behind:
             return None
@@ -267,7 +267,7 @@ class JobContext:
 def waiting(
     environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
 ) -> Generator[None, None, None]:
-    """Wait for other ranks in this context: one process per node prints so, and signals end it at once.
+    """Return a context for waiting: after 5 s a node's first process prints so; signals end it at once.
 
     Args:
         what: what is awaited, for people. Thread-safe.
@@ -283,7 +283,7 @@ def waiting(
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """Options with which this process joins its job."""
+    """Options with which this process joins its job: backend, environment, timeout, store ..."""
 
     context: JobContext
     backend: str
@@ -300,7 +300,7 @@ class Joining:
     """Store of the user that all ranks reach, instead."""
 
     def group(self) -> Any:
-        """Return the default process group, joining the job if there is none.
+        """Return the default process group; create it, by joining the job, if there is none.
 
         Collective: all ranks must call it.
 
@@ -353,7 +353,7 @@ class Joining:
 
     @property
     def _is_elsewhere(self) -> bool:
-        """True if ranks meet neither in the launcher's store nor at `env://`."""
+        """True if ranks meet in a user's store or at a URL, not in the launcher's store or at `env://`."""
         if self.given_store is not None:
             return True
         if self.init_method is None or self.init_method.startswith("env://"):
@@ -389,7 +389,7 @@ class Joining:
                 note_met(store)
 
     def _connect_late(self, store: Any, identity: Identity) -> None:
-        """Connect a process that replaces a lost one; end it if the job has ended."""
+        """Connect a replacement of a lost rank to the control server; exit with 0 if the job has ended."""
         try:
             self.context.connect(store, identity, self.settings, _LONGEST_WAIT_S)
         except RendezvousError as error:
@@ -398,7 +398,7 @@ class Joining:
             raise
 
     def _make_group(self) -> Any:
-        """Make the default group; in a process that replaces a lost one, of this process alone."""
+        """Create the default process group; in a replacement of a lost rank, of this process alone."""
         rank, world_size, store, timeout = self._rank, self._world_size, self.context.store, self.timeout
         if self.context.is_joining:
             rank, world_size, store = 0, 1, dist.HashStore()
@@ -442,7 +442,7 @@ def global_seed() -> int:
 
 
 def server_in(store: Any, shared: str | None) -> ServerAddress:
-    """Return the address of the control server that the store of a job has; `shared` is the user's token."""
+    """Return the control server's address that is published in a store; `shared` is the user's token."""
     host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
     if bool(shared) == bool(published):
         here, not_here = ("here", "for rank 0") if shared else ("for rank 0", "here")
@@ -459,7 +459,7 @@ _context: JobContext | None = None
 
 
 def job_context() -> JobContext:
-    """Return the context of this process; make it at the first call, also in a forked process."""
+    """Return this process's `JobContext`; create it at the first call, also anew in a forked process."""
     global _context
     if _context is None or _context.is_inherited:
         _context = JobContext(_context)
@@ -467,7 +467,7 @@ def job_context() -> JobContext:
 
 
 def end_job(error: BaseException | None) -> BaseException | None:
-    """End a job of Hydra, which raised `error` here, if this process launched it; return its failure."""
+    """End the current job (of Hydra), with `error` if it raised, if launched here; return its exception."""
     global _context
     ended = _context
     if ended is None or ended.is_inherited or not ended.children.are_of_this_process:

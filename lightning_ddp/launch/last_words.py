@@ -26,7 +26,7 @@ _BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"
 
 
 class EndLimit:
-    """The one timer that ends this process, in C and without the GIL, after printing all stacks."""
+    """Timer that prints all stacks and ends this process after a failure or stall, without the GIL."""
 
     def __init__(self) -> None:
         self.settings = SupervisionSettings()
@@ -36,18 +36,18 @@ class EndLimit:
 
     @property
     def is_set(self) -> bool:
-        """True once a failure has limited the time of this process."""
+        """True once a failure has started the timer that ends this process."""
         return self._ends_at is not None
 
     def set(self, *, is_needed: bool) -> None:
-        """Limit the time of this process after a failure, which is longer if others need its report."""
+        """Start the timer that ends this process after a failure, later if others need its report."""
         grace_s = self.settings.failure_grace_s
         with self._lock:
             self._ends_at = time.monotonic() + grace_s
             _end_after(grace_s + (2 * _LATER_S if is_needed else 0.0))
 
     def extend_for_children(self) -> float:
-        """Let this process outlive its children; return the seconds that they have after a failure."""
+        """Extend the timer so that this process outlives its children; return the seconds that they have."""
         left_s = self.settings.failure_grace_s
         if self._ends_at is not None:
             left_s = max(0.0, self._ends_at + _LATER_S - time.monotonic())
@@ -55,7 +55,7 @@ class EndLimit:
         return left_s
 
     def expect_progress(self, is_running: bool | None = None) -> None:
-        """Restart the timer that ends a process which holds its interpreter, with `stall_timeout`.
+        """Restart the timer that ends this process if it runs no Python code within `stall_timeout`.
 
         Args:
             is_running: whether a run begins or ends; None if this process has just executed Python.
@@ -73,7 +73,7 @@ class EndLimit:
                 _end_after(stall_s + grace_s + _LATER_S)
 
     def disown(self) -> None:
-        """Make the lock anew in a process that was forked: a thread of the other one may hold it."""
+        """Replace the timer's lock in a forked process, as a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
 
@@ -82,7 +82,7 @@ def _end_after(limit_s: float) -> None:
 
 
 def _standard_error() -> Any:
-    """Return a standard error to which C can write."""
+    """Return a standard error, as file or descriptor, to which C code can write."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(AttributeError, OSError, ValueError):
             stream.fileno()  # type: ignore[union-attr]
@@ -91,14 +91,14 @@ def _standard_error() -> Any:
 
 
 def exit_now(code: int) -> None:
-    """Exit without handlers, with all output written."""
+    """Flush all output and exit the process with `code`, without exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
-    """Print the report of a failure, to standard error; on a terminal in colors and within 100 columns."""
+    """Print a report of a job's failure, to standard error; on a terminal colored, in 100 columns."""
     stream = stream or sys.stderr
     text = render(record)
     if stream.isatty():
@@ -107,7 +107,7 @@ def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
 
 
 def _dressed(text: str, *, is_colored: bool) -> str:
-    """Wrap the lines before the traceback, the first in red, and make frames of the traceback faint."""
+    """Return a report with lines wrapped, the first in red, and the frames of the traceback faint."""
     head, mark, trace = text.partition("Traceback of ")
     lines = [
         part
@@ -121,7 +121,7 @@ def _dressed(text: str, *, is_colored: bool) -> str:
 
 
 def fill_error_file(record: FailureRecord, *, is_cause: bool) -> None:
-    """Write the file in which torchelastic's agent, if it started this process, looks for its error."""
+    """Write a failure to the file in which torchelastic's agent, if any, looks for this process's error."""
     path = os.environ.get(_ERROR_FILE_VARIABLE)
     if path:
         with suppress(OSError):  # the agent then reports the exit code alone

@@ -37,7 +37,7 @@ _INTERRUPTED_S = 1.5
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs this program again in N-1 child processes; this process is local rank 0.
+    """Launcher that runs this program again in N-1 child processes; this process is local rank 0.
 
     Args:
         cluster_environment: tells ranks and addresses; if it creates processes externally, none are started.
@@ -150,7 +150,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 jobs().publish_to(context.rendezvous.hosted.set)
 
     def _command_of(self, context: JobContext, first_rank: int) -> ChildCommand:
-        """Return the command for the children, once the nodes agree on the job that Hydra composed."""
+        """Return the command of the child processes, once the nodes agree on the job that Hydra composed."""
         environment = self.cluster_environment
         if self.num_nodes > 1 and jobs().config() is not None:
             with waiting(environment, lambda: FIRST_JOB, first_rank):
@@ -159,7 +159,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
-    """Return the number of this node; raise `ConfigurationError` if none, or no valid one, is given."""
+    """Return the rank of this node; raise `ConfigurationError` if none, or no valid one, is given."""
     if isinstance(environment, LightningEnvironment):
         name = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
         told = os.environ.get(name)
@@ -238,7 +238,7 @@ def _folder_for_logs() -> Path | None:
 
 
 def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes: int) -> None:
-    """Raise `ConfigurationError` if SLURM's tasks are not as many as the ranks."""
+    """Raise `ConfigurationError` if SLURM has not started as many tasks as there are ranks."""
     if not isinstance(environment, SLURMEnvironment):
         return
     num_tasks, nodes = int(os.environ["SLURM_NTASKS"]), os.environ.get("SLURM_NNODES")

@@ -61,7 +61,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
-    """Runs a function in N processes made by spawn, fork or forkserver; this process only waits for them.
+    """Launcher that runs a function in N processes by spawn, fork or forkserver, and only waits itself.
 
     `strategy` is the one whose processes they are; the other arguments are as for `ScriptLauncher`.
     """
@@ -96,7 +96,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Run `function` in all processes and return what rank 0 returned, or the lowest rank that is left.
+        """Run `function` in all processes; return the result of rank 0, or of the lowest rank that is left.
 
         Raises:
             PeerFailure: a process raised or died; with its traceback where there is one.
@@ -182,7 +182,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                 remove_scratch()
 
     def _run_processes(self, server: ControlServer | None, *arguments: Any) -> Any:
-        """Start the processes and wait for them; return what one of them has sent."""
+        """Start the processes and wait for them; return the result that one of them has sent."""
         results = mp.get_context(self._made_by).SimpleQueue()
         globals_of_torch = [capture_globals()] if self._made_by == "spawn" else []
         started = mp.start_processes(
@@ -203,7 +203,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         return results.get()
 
     def _wait(self, server: ControlServer, results: Any) -> bool:
-        """Wait until all processes have ended well, or one has not and it is known why.
+        """Wait until all processes have exited with 0 (then True), or one has failed and it is known why.
 
         One that ends well before all ranks have connected has failed, as the others wait for it. The server
         is told of each that fails, and where the job continues without lost ranks of each end.
@@ -235,13 +235,13 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             wait([process.sentinel for process in self.procs if process.exitcode is None], _LOOK_AGAIN_S)
 
     def _with_exit(self, record: FailureRecord) -> FailureRecord:
-        """Return a failure with the exit code of its process, which all have by now."""
+        """Return a failure record with the exit code of its process, if that is one of these."""
         local_rank = record.rank - self._first_rank
         code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
         return record.with_exit(code, exit_message(code)) if code else record
 
     def failed(self, record: FailureRecord) -> None:
-        """Continue processes that are stopped, so that they hear of the failure."""
+        """Send SIGCONT to all processes, so that stopped ones hear of the job's failure."""
         for process in filter(_runs, self.procs):
             with suppress(ProcessLookupError):  # the main thread has just waited for it
                 os.kill(process.pid or 0, signal.SIGCONT)
@@ -297,12 +297,12 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
 
 
 def _runs(process: Any) -> bool:
-    """Return True if a process has not ended. Thread-safe: takes no exit code from who waits for it."""
+    """Return True if a process has not ended, without reaping it, as others wait for it. Thread-safe."""
     return not wait([process.sentinel], 0.0)
 
 
 def _run(function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
-    """Run the function of a process; unwind as Lightning does in the main process only."""
+    """Run a Trainer's function in a child; tear the Trainer down on errors, as Lightning's parent does."""
     try:
         return job_context().control.run(trainer, function, *args, **kwargs)
     except BaseException as error:
@@ -317,12 +317,12 @@ def _run(function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kw
 
 
 def _is_stop(error: BaseException, trainer: Trainer | None) -> bool:
-    """Return True if SIGTERM has stopped this rank and all others at one step."""
+    """Return True if the exception tells that SIGTERM has stopped all ranks at one step."""
     return trainer is not None and is_enabled() and isinstance(error, sigterm_exception(trainer))
 
 
 def _is_of_pickle(error: BaseException) -> bool:
-    """Return True if it was raised while something was pickled for a new process."""
+    """Return True if an exception was raised while something was pickled for a new process."""
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return isinstance(error, Exception) and any(code is reduction.dump.__code__ for code in frames)
 

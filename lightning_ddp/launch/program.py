@@ -45,7 +45,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class ChildCommand:
-    """Command of the other ranks. Made before anything else is, so that an error leaves nothing."""
+    """Command, working directory and log folder of a node's other ranks, made before anything else."""
 
     program: Program
     cwd: str
@@ -66,7 +66,7 @@ class ChildCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Ranks of a node that one process starts."""
+    """Request to start the ranks of a node: command, environment, number of ranks, time to end."""
 
     command: ChildCommand
     environment: Mapping[str, str]
@@ -86,7 +86,7 @@ class Launch:
 
 @contextlib.contextmanager
 def last_resort() -> Generator[None, None, None]:
-    """End a process that cannot begin, with its traceback, before it continues as its parent would."""
+    """On an exception in this context, print it and exit, as a fork must not continue as its parent."""
     try:
         yield
     except BaseException as error:  # noqa: BLE001 (whatever it is)
@@ -96,7 +96,7 @@ def last_resort() -> Generator[None, None, None]:
 
 
 def run_as_main(program: Program) -> NoReturn:
-    """Run a program as the interpreter does; then end the interpreter as usual, by `SystemExit`."""
+    """Run a program as `__main__`, as the interpreter does, then raise `SystemExit` with its exit code."""
     code: Any = 0
     try:
         _prepare(program)
@@ -122,7 +122,7 @@ def run_as_main(program: Program) -> NoReturn:
 
 
 def _prepare(program: Program) -> None:
-    """Replace what belongs to one process and was inherited: main module, arguments, random states."""
+    """Replace in a fork what it inherited but has to own: main module, arguments, random states."""
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -161,7 +161,7 @@ def _put_first(folder: str, *, always: bool = False) -> None:
 
 
 def _end_interrupted() -> NoReturn:
-    """End by SIGINT, as the interpreter does after a KeyboardInterrupt that was not caught."""
+    """End this process by SIGINT, as the interpreter does after an uncaught KeyboardInterrupt."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     vars(sys.modules["__main__"]).clear()  # files that it has left open are written

@@ -26,7 +26,7 @@ _ASK_EVERY = 10
 
 
 class RecoveryClient:
-    """Reaction of this process to lost ranks."""
+    """A process's part in recoveries: interrupts its main thread and leads it into the next generation."""
 
     def __init__(self, interrupt: Interrupt, alarm: InterruptGuard, watch: ControlClient) -> None:
         self.state = watch.state
@@ -45,7 +45,7 @@ class RecoveryClient:
         self._changed = threading.Event()
 
     def on_order(self, error: PeerFailure | None) -> None:
-        """Handle an order: `error` stops the main thread. In the channel's thread, which holds its lock."""
+        """Interrupt the main thread by `error`, if an order brings one. In the channel's thread, locked."""
         if error is not None:
             self.error = error
             if self._timed_in != self.state.state_of:
@@ -58,11 +58,11 @@ class RecoveryClient:
     # ------------------------------------------------------------------ the main thread
 
     def defer(self, is_deferred: bool) -> None:
-        """Defer interruptions between the end of a backward and a boundary, or allow them again."""
+        """Defer interruptions of the main thread, from a backward's end to a boundary, or allow them."""
         self._alarm.defer(is_deferred)
 
     def wait_for_call(self, within_s: float) -> bool:
-        """Wait for an order to recover, which explains a lost connection; return True if there is one.
+        """Wait for the server's order to recover, which explains a lost connection; return True if it came.
 
         Time in which this process is stopped does not count, as it receives nothing then.
         """
@@ -75,7 +75,7 @@ class RecoveryClient:
         return self.state.is_called and self._watch.failure is None
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Disable interruptions and abort all groups: the main thread has stopped, or all have met."""
+        """Report that the main thread has stopped, disable interruptions, and abort all process groups."""
         self._alarm.silence()
         self._watch.update(lambda state: state.stop(has_met=has_met))
         self._alarm.take()
@@ -83,13 +83,13 @@ class RecoveryClient:
         abort_groups()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a context in which the main thread waits for the other ranks, which is no stall."""
+        """Return a context in which the main thread waits for other ranks, and does not count as stalled."""
         return self._interrupt.activity.waiting("the other ranks, to continue with them")
 
     def wait_for_generation(
         self, progress: Progress | None, check: Callable[[], None]
     ) -> NewGeneration | None:
-        """Report where this process has stopped; wait for the next generation, enter and return it.
+        """Report how far this process has trained; wait for the next generation of ranks; return it.
 
         Returns None if this process is to exit with code 0, as it has left or the others have ended.
 
@@ -119,26 +119,26 @@ class RecoveryClient:
                 check()
 
     def begin_fit(self) -> None:
-        """Count boundaries from here on; called by all ranks at the beginning of a fit, in equal states."""
+        """Count step boundaries from here; called by all ranks at the beginning of a fit, in equal states."""
         with self._watch.lock:
             self.state.begin_fit()
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
-        """Set the number of the next boundary, as `RankState.place_boundary`."""
+        """Set the number of the fit's next step boundary, and whether ranks may join or leave there."""
         with self._watch.lock:
             self.state.place_boundary(number, may_meet=may_meet)
 
     def stop_instead_of_leaving(self) -> None:
-        """Note that no boundary to leave at comes in this fit: a request to leave stops all ranks."""
+        """Forbid this rank to leave alone in the rest of the fit: a request to leave stops all ranks."""
         self.may_leave = False
         self._watch.update(RankState.end_boundaries)
 
     def meet(self) -> None:
-        """Note that this process is at the boundary where others join or leave."""
+        """Record the time at which this process reached the boundary where ranks join or leave."""
         self.heard_at = time.monotonic()
 
     def settle(self) -> None:
-        """Note that this process has the state of its generation; allow deferred interruptions.
+        """Report that this process has its generation's state; enable interruptions, deferred at first.
 
         Raises `PeerFailure` if another rank is lost already.
         """

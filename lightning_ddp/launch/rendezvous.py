@@ -58,7 +58,7 @@ _PROBE_S = 2.0
 
 
 def open_store(address: str, port: int | None, named_by: str = "MASTER_PORT") -> Any:
-    """Open a store that listens in this process; raise `RendezvousError` if it cannot.
+    """Open and return a TCPStore that listens in this process; raise `RendezvousError` if it cannot.
 
     Args:
         address: name or address of this host that the others know.
@@ -85,7 +85,7 @@ def open_store(address: str, port: int | None, named_by: str = "MASTER_PORT") ->
 
 
 class Rendezvous:
-    """Store in which this process meets the others: its own, or that of another process."""
+    """Access to the key-value store where ranks meet, whether this or another process opened it."""
 
     def __init__(self) -> None:
         self.handed: dict[str, str] = {}
@@ -106,7 +106,7 @@ class Rendezvous:
         node_rank: int,
         open_store: Callable[[str, int | None, str], Any] = open_store,
     ) -> dict[str, str]:
-        """Open the store of this run on the first node; return torch's variables for it.
+        """Open the run's store on the first node; return MASTER_ADDR and MASTER_PORT for it.
 
         Its address is that of `environment`, or of a `tcp://` URL. `open_store` opens it, here or in another
         process.
@@ -138,7 +138,7 @@ class Rendezvous:
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def comes_back(self) -> bool:
-        """Return True if all ranks had connected before this node came; then prepare to join."""
+        """Return True if the run's ranks had all connected before this node came; then prepare to join it."""
         assert self.where is not None
         address, port, _ = _parts_of(self.where)
         number = running(address, port)
@@ -154,22 +154,22 @@ class Rendezvous:
 
     @property
     def hosted(self) -> Any:
-        """Store of the present run that `host` opened."""
+        """Store that `host` opened, with the key prefix of the current run."""
         assert self._hosted is not None  # only launchers ask, after they have opened it
         return dist.PrefixStore(f"run{self._num_runs}", self._hosted)
 
     @property
     def where(self) -> str | None:
-        """STORE_VARIABLE of this run; None if no launcher of this package started it."""
+        """Address `host:port/run` of the launcher's store; None if no launcher of this package ran."""
         return os.environ.get(STORE_VARIABLE) or self.handed.get(STORE_VARIABLE)
 
     @property
     def token(self) -> str | None:
-        """Secret by which processes of this run know each other; None if TOKEN_VARIABLE is not set."""
+        """Secret that authenticates the run's processes to each other; None if TOKEN_VARIABLE is not set."""
         return os.environ.get(TOKEN_VARIABLE) or self.handed.get(TOKEN_VARIABLE)
 
     def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-        """Connect to the store of the run: the launcher's if there is one, else that of `env://`."""
+        """Connect to the run's store and return it: the launcher's if there is one, else that of `env://`."""
         with remember_connections():  # a store on a node that is unreachable blocks as collectives do
             if self.where is None:
                 return _rendezvous(environment, timeout)
@@ -177,7 +177,7 @@ class Rendezvous:
             return self.hosted if self._is_hosted(address, port) else run_store(self.where, timeout)
 
     def close(self) -> None:
-        """Close this process's store, unless the user named its port.
+        """Close the store that this process opened, unless the user named its port.
 
         Then it stays open for the next run of this process, to which other nodes may come before this one.
         """
@@ -197,7 +197,7 @@ def named_port() -> int | None:
 
 
 def _port_of(environment: ClusterEnvironment) -> int | None:
-    """Return the port that the user or the cluster named; None where Lightning would draw one."""
+    """Return the store's port that the user or cluster named; None where Lightning would draw one."""
     if isinstance(environment, LightningEnvironment) and "STANDALONE_PORT" not in os.environ:
         return named_port()
     return int(environment.main_port)
@@ -231,7 +231,7 @@ def _meet_at(url: str, rank: int, world_size: int, timeout: timedelta | None) ->
 def join_default_group(
     backend: str, store: Any, *, rank: int, world_size: int, timeout: timedelta | None, device: torch.device
 ) -> Any:
-    """Make the default process group, with NCCL bound to `device`; raise `ConfigurationError` if it cannot.
+    """Create and return the default process group, NCCL bound to `device`; reject unknown backends.
 
     Collective: all ranks must call it.
     """
@@ -248,7 +248,7 @@ def join_default_group(
 
 
 def require_backend(backend: str) -> None:
-    """Raise `ConfigurationError` for an unknown backend in torch's spelling."""
+    """Raise `ConfigurationError` if a `torch.distributed` backend string has an unknown backend."""
     known = dist.Backend.backend_list
     for name in sorted(backend_names(backend)):
         if name not in known:
@@ -272,7 +272,7 @@ def existing_group(world_size: int) -> Any | None:
 
 
 def run_store(where: str, timeout: timedelta | None) -> Any:
-    """Connect to the store that a launcher opened; `where` is the value of STORE_VARIABLE."""
+    """Connect to the store that a launcher opened at `where` (`host:port/run`), and return it."""
     address, port, run = _parts_of(where)
     require_resolvable(address)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -287,7 +287,7 @@ def run_store(where: str, timeout: timedelta | None) -> Any:
 
 
 def running(address: str, port: int) -> int | None:
-    """Return the number of the run whose store listens there, or None unless all ranks have connected."""
+    """Return the number of the run whose store is at an address; None unless all its ranks connected."""
     try:
         socket.create_connection((address, port), timeout=_PROBE_S).close()
     except OSError:  # the first node begins as well
@@ -298,12 +298,12 @@ def running(address: str, port: int) -> int | None:
 
 
 def note_met(store: Any) -> None:
-    """Note in the store of a run that all ranks have connected. In rank 0."""
+    """Set the key in a run's store which tells that all ranks have connected. In rank 0."""
     store.set(_MET_KEY, "")
 
 
 def _parts_of(where: str) -> tuple[str, int, str]:
-    """Split STORE_VARIABLE into address, port and run."""
+    """Return address, port and run from the address `host:port/run` of a store."""
     listener, _, run = where.rpartition("/")
     address, _, port = listener.rpartition(":")
     return address, int(port), run
@@ -313,7 +313,7 @@ def _parts_of(where: str) -> tuple[str, int, str]:
 
 
 def check_meeting_place(init_method: str | None, store: Any | None, sent_by: str | None) -> None:
-    """Raise `ConfigurationError` for options that cannot say where ranks meet.
+    """Raise `ConfigurationError` if `init_method` or `store` is invalid, or if both are given.
 
     `sent_by` is the start method, if it sends the strategy to the processes.
     """
@@ -368,7 +368,7 @@ def tcp_address(init_method: str | None) -> tuple[str, int] | None:
 
 
 def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    """Return the store at a URL that `torch.distributed.rendezvous` knows.
+    """Meet the other ranks at a URL (`tcp://`, `file://` ...), and return the store there.
 
     Collective: all ranks must call it.
     """
@@ -389,7 +389,7 @@ def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None
 
 
 def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    """Return a store in a file that all ranks reach. The last rank that exits removes it.
+    """Return a FileStore in a file that all ranks reach. The last rank that exits removes the file.
 
     A crashed run leaves its file behind. Ranks that read the old entries would hang, so each rank counts
     itself there, and refuses to be the second of its number.
@@ -415,7 +415,7 @@ def meet_at_file(path: Path, rank: int, world_size: int, timeout: timedelta | No
 
 
 def _leave(path: Path, store: Any, world_size: int) -> None:
-    """Remove the file if this is the last rank that exits, so that a run leaves none behind."""
+    """Remove the store's file if this is the last rank that exits, so that a run leaves none behind."""
     never_destroy([store])  # torch's destructor makes the file again if another rank has just removed it
     with suppress(OSError, RuntimeError):
         if path.exists() and store.add("lightning_ddp/left", 1) == world_size:

@@ -12,14 +12,14 @@ from lightning_ddp.launch.last_words import exit_now
 
 
 class ScriptRun:
-    """Supervises a script from here to its end."""
+    """Supervision of a script as one run, from a call of `begin` to the script's end."""
 
     def __init__(self, control: FailureHandler) -> None:
         self._control = control
         self._hook_before = sys.excepthook
 
     def begin(self) -> None:
-        """Begin the run, unless it has begun."""
+        """Start to supervise the script, by an exception hook and an exit handler, unless it has begun."""
         running = getattr(sys.excepthook, "__self__", None)
         if isinstance(running, ScriptRun) and running._control is self._control:
             return

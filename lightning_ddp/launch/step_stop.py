@@ -25,7 +25,7 @@ PREEMPTED = 143
 
 
 class StepStop:
-    """Stops the loops of one Trainer.
+    """Stops a Trainer's loops for a signal, at the same step boundary on all ranks.
 
     Lightning asks for a signal with a collective in every step. Here the loops read the order of the control
     channel, which costs a lock and a counter.
@@ -37,7 +37,7 @@ class StepStop:
         self._requeue: Any = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Replace Lightning's handlers, where there is a control channel, before it registers them."""
+        """Replace a Trainer's signal handlers before it registers them, if there is a control channel."""
         self._context.control.follow(trainer)  # another launcher may have begun its run
         if self._context.control.watch is None or self._trainer is trainer:
             return
@@ -50,7 +50,7 @@ class StepStop:
         at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
 
     def check(self) -> bool:
-        """Pass a step boundary; return True if all ranks meet here, as others join or leave.
+        """Pass a step boundary; return True if ranks stop here for others that join or leave.
 
         All ranks pass the same boundaries.
 
@@ -74,13 +74,13 @@ class StepStop:
         raise sigterm_exception(self._trainer)(PREEMPTED if is_judged else 0)
 
     def check_evaluation(self) -> None:
-        """Pass a step of an evaluation: a boundary unless it belongs to a fit, which has its own."""
+        """Pass an evaluation step, and `check` it as a step boundary unless it belongs to a fit."""
         self._context.control.interrupt.activity.advance()
         if self._trainer is not None and not is_fitting(self._trainer):
             self.check()
 
     def _ask_to_stop(self, number: int, frame: types.FrameType | None) -> None:
-        """Handle the signal by which SLURM announces the end of a job."""
+        """Ask the server to stop all ranks and requeue, for SLURM's signal of a job's coming end."""
         watch = self._context.control.watch
         if watch is not None:
             watch.ask(Wish(WishKind.STOP, int(number), is_requeue=True))

@@ -24,7 +24,7 @@ _POLL_S = 0.02
 
 @contextmanager
 def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, None]:
-    """Print in a line what this rank waits for in this context, after 5 s; calls `what` in a thread."""
+    """Print what this rank waits for, once it has been in this context for 5 s; calls `what` in a thread."""
 
     def tell() -> None:
         who = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
@@ -61,7 +61,7 @@ def ended_by_signals() -> Generator[None, None, None]:
 
 
 class StopSignals:
-    """Handler of SIGTERM and of `numbers`; between two runs the script's own handler is used.
+    """Handler of SIGTERM and `numbers` that asks for a stop; between runs it calls the script's own.
 
     It only reports a wish; the main thread reads the answer of the control server where a step begins. Does
     nothing outside of the main thread, or if the process ends anyway.
@@ -86,7 +86,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
-        """Restore the previous handlers, unless somebody has replaced this one."""
+        """Restore the previous signal handlers, unless somebody has replaced this one."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous or signal.SIG_DFL)

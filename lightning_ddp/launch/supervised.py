@@ -36,7 +36,7 @@ _PUSHED = 0
 
 
 class SupervisorLink:
-    """Requests of rank 0 to the supervisor, as `JobHost` has them; errors are raised here."""
+    """Rank 0's connection to the supervisor, to call methods of its `JobHost`; errors are raised here."""
 
     def __init__(self, connection: socket.socket, supervisor: int) -> None:
         self.supervisor = supervisor
@@ -51,7 +51,7 @@ class SupervisorLink:
         self._is_listening = False
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
-        """Return whether forks can have these variables; else say why not: the caller has to start Python."""
+        """Return True if forked ranks can have these variables; else print why Python has to be started."""
         names = {*environment, *self._environment} - _SET_BY_IMPORTS
         differing = {name for name in names if environment.get(name) != self._environment.get(name)}
         changed = tuple(sorted(name for name in differing if name.startswith(_READ_AT_IMPORT)))
@@ -105,7 +105,7 @@ class SupervisorLink:
         return answer
 
     def _listen(self) -> None:
-        """Deliver answers until no job is left."""
+        """Pass each answer of the supervisor to the call that waits for it, until no job is left."""
         while True:
             received = None
             with suppress(ConnectionResetError):
@@ -148,7 +148,7 @@ _passed_on: mmap.mmap | None = None
 
 
 def become_supervised(link: SupervisorLink | None, passed_on: mmap.mmap) -> None:
-    """Note in a new rank the link to the supervisor, in rank 0, and the last signal that it passed on."""
+    """Store in a forked rank the last signal passed on, and in rank 0 the link to the supervisor."""
     global _link, _passed_on
     _link, _passed_on = link, passed_on
 
@@ -159,5 +159,5 @@ def supervisor_link() -> SupervisorLink | None:
 
 
 def was_passed_on(number: int) -> bool:
-    """Return whether a signal that this process got was sent to its supervisor, and so to the whole job."""
+    """Return True if a signal that this process got was sent to its supervisor, so to the whole job."""
     return _passed_on is not None and _passed_on[0] == number

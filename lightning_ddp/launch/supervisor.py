@@ -52,7 +52,7 @@ _LATER_S = 2.0
 
 
 class Supervisor:
-    """Has ranks forked, passes signals on to rank 0, and ends last."""
+    """Process of the command `run`: has ranks forked, passes signals on to rank 0, and ends last."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -60,7 +60,7 @@ class Supervisor:
         """The last signal that was passed on, for all ranks."""
 
     def run(self, program: Program) -> NoReturn:
-        """Run a program; end as its rank 0 does. In each rank, raise `SystemExit` at its end."""
+        """Run a program in forked ranks; exit as rank 0 does. In each rank, raise `SystemExit` at its end."""
         threads = [thread.name for thread in threading.enumerate()]
         assert len(threads) == 1, f"an import started a thread: {threads}"
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
@@ -92,7 +92,7 @@ class Supervisor:
         _end_as(code)
 
     def _become_rank(self, start: Start, files: Mapping[int, int], link: socket.socket) -> None:
-        """Take over in a fork what a new process would have from its launcher."""
+        """Set up a fork as a rank: files, working directory, environment, link to the supervisor."""
         if start.environment is None:
             forked_by_zygote(None)
             become_supervised(SupervisorLink(link, self._pid), self._passed_on)
@@ -125,7 +125,7 @@ class Supervisor:
 
 
 def _end_as(code: int) -> NoReturn:
-    """End as rank 0 did, where the exit handlers of what was imported ran."""
+    """Exit with rank 0's code or signal, without exit handlers, which ran in rank 0."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code >= 0:
@@ -139,7 +139,7 @@ def _end_as(code: int) -> NoReturn:
 
 
 def _answer(link: socket.socket, host: JobHost) -> None:
-    """Do what rank 0 requests, until it ends."""
+    """Call the methods of `host` that rank 0 requests, and send the results, until rank 0 ends."""
     while (received := receive(link)) is not None:
         (number, name, args, options), files = received
         result: Any
@@ -151,7 +151,7 @@ def _answer(link: socket.socket, host: JobHost) -> None:
 
 
 class JobHost(LocalProcesses):
-    """Store, control server and other ranks of a node, at the request of its rank 0, which is `first`.
+    """Holder of a node's store, control server and other ranks, which its rank 0, `first`, requests.
 
     Methods that `SupervisorLink` has as well are called in the thread that serves rank 0.
     """
@@ -167,13 +167,13 @@ class JobHost(LocalProcesses):
 
     @property
     def _job(self) -> Launch | None:
-        """Request of rank 0, while it needs this host."""
+        """Rank 0's request to start the other ranks, while their job lasts; else None."""
         return self._children.launch
 
     # ------------------------------------------------------------------ requests of rank 0
 
     def open_store(self, address: str, port: int | None, named_by: str) -> int:
-        """Open the store; return its port. Arguments and errors as of `rendezvous.open_store`."""
+        """Open the job's store; return its port. Arguments and errors as of `rendezvous.open_store`."""
         self._store = None  # an earlier job's
         self._store = open_store(address, port, named_by)
         return int(self._store.port)
@@ -189,7 +189,7 @@ class JobHost(LocalProcesses):
         return self._server.port
 
     def launch(self, launch: Launch, handed: int | None = None) -> None:
-        """Start the other ranks; `handed` is a file descriptor of the job that Hydra composed."""
+        """Start the node's other ranks; `handed` is a file descriptor of the job that Hydra composed."""
         if handed is not None:
             command = replace(launch.command, handed=os.fdopen(handed, "rb"))
             launch = replace(launch, command=command)
@@ -204,11 +204,11 @@ class JobHost(LocalProcesses):
         self._children.kill()
 
     def note_failure(self, record: FailureRecord) -> None:
-        """Note the first failure of a job whose server is on another node."""
+        """Store the first failure of a job whose control server is on another node."""
         self._failure = record
 
     def finish(self) -> FailureRecord | None:
-        """Wait for the other ranks; return the first failure of the job, and be ready for the next one."""
+        """Wait for the other ranks to end; return the job's first failure, and reset for the next job."""
         self._wait_for_others()
         failure = self._verdict()
         self._close()
@@ -249,7 +249,7 @@ class JobHost(LocalProcesses):
         return self._zygote.start(start, {} if job is None else {job: job})
 
     def _ended(self, record: FailureRecord) -> None:
-        """Tell the server, or rank 0, that a rank ended."""
+        """Report the exit of a rank of this node to the control server, or to rank 0 if that has it not."""
         server = self._server
         if server is None:
             self.tell_first(0, record)
@@ -257,19 +257,19 @@ class JobHost(LocalProcesses):
             server.tell(Exited(record))
 
     def tell_first(self, number: int, result: Any) -> None:
-        """Answer a request of rank 0; or with number 0 tell it of the end of a child."""
+        """Send rank 0 the result of its request `number`, or with number 0 the exit of a child."""
         with self._link_lock, contextlib.suppress(OSError):  # it has ended
             send(self._link, (number, result, number and self._job is None))
 
     def send_signal_to_first(self, number: int) -> None:
-        """Send a signal to the first rank of this node that runs."""
+        """Send a signal to the lowest rank of this node that still runs."""
         processes = [self._first, *self._children.procs]
         running = next((process for process in processes if process.returncode is None), None)
         if running is not None:
             running.send_signal(number)
 
     def lost_zygote(self, pid: int, code: int) -> None:
-        """End all ranks, whose ends nobody can tell any more."""
+        """Fail the job, as the process that forks ranks and tells of their exits has ended."""
         if self._is_ending:
             return
         self._has_lost_zygote = True
@@ -283,7 +283,7 @@ class JobHost(LocalProcesses):
             self._children.kill()
 
     def end(self) -> int:
-        """Report the failure that ended the job, after the end of all ranks; return the exit code."""
+        """Wait for all ranks to end, print the failure that ended the job, and return the exit code."""
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
         node_rank = self._children.node_rank
@@ -303,7 +303,7 @@ class JobHost(LocalProcesses):
         return 1 if self._has_lost_zygote else code or 1
 
     def _wait_for_others(self) -> None:
-        """Wait until all other ranks ended; end them where they do not after rank 0."""
+        """Wait until all other ranks have ended; kill those that do not end after rank 0."""
         server, code = self._server, self._first.returncode
         grace_s = 0.0 if self._job is None else self._job.grace_s
         ends_at = time.monotonic() + max(0.0 if code else _EXIT_GRACE_S, grace_s + _LATER_S)
@@ -321,7 +321,7 @@ class JobHost(LocalProcesses):
                 self._children.end(0.0)
 
     def _is_left_behind(self) -> bool:
-        """Return whether the others continue without rank 0, as far as is known here."""
+        """Return True if the other ranks continue without rank 0, as far as is known here."""
         server = self._server
         if server is None:
             return self._job is not None and self._job.node_rank != 0 and self._job.goes_on
@@ -329,7 +329,7 @@ class JobHost(LocalProcesses):
         return server.goes_on and server.has_met and not is_member
 
     def _verdict(self) -> FailureRecord | None:
-        """Return the first failure of the job, which may just be decided."""
+        """Return the job's first failure or None, after a short wait if a rank of this node has failed."""
         if self._server is None:
             return self._failure
         has_failed = any(process.returncode for process in [self._first, *self._children.procs])
@@ -337,7 +337,7 @@ class JobHost(LocalProcesses):
         return self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if waits else 0.0)
 
     def _close(self) -> None:
-        """End the control server and the guard of the job."""
+        """Close the control server, kill the children that are left, and end their guard process."""
         if self._server is not None:
             self._server.close()
         self._server = None

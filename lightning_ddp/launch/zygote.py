@@ -43,7 +43,7 @@ def send(connection: socket.socket, message: Any, files: Sequence[int] = ()) -> 
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]] | None:
-    """Wait for what `send` sends; return None if the other end is closed."""
+    """Receive an object and file descriptors from `send`; return None if the other end is closed."""
     head, files, _, _ = socket.recv_fds(connection, _SIZE.size, _MOST_FILES)
     if len(head) < _SIZE.size:
         return None
@@ -56,7 +56,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Request for a rank."""
+    """Request to fork a rank: its program, environment variables, working directory and log file."""
 
     program: Program
     environment: Mapping[str, str] | None = None
@@ -68,14 +68,14 @@ class Start:
 
 
 class Zygote:
-    """The zygote, for its supervisor, with the socket to `serve`."""
+    """The supervisor's handle on the zygote (the process that forks ranks): sends requests to `serve`."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._lock = threading.Lock()
 
     def start(self, start: Start, files: Mapping[int, int]) -> Fork:
-        """Fork a rank with files, number there -> number here; raise `OSError` if it could not be forked."""
+        """Have a rank forked with `files` (number there -> here) and return it; raise `OSError` on error."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
             send(self._requests, (start, list(files)), [theirs.fileno(), *files.values()])
@@ -90,7 +90,7 @@ class Zygote:
 
 
 class Fork:
-    """A fork of the zygote, with what a launcher needs of `subprocess.Popen`.
+    """A rank forked by the zygote, with the methods of `subprocess.Popen` that a launcher needs.
 
     `told` is the socket on which the zygote sends its exit code.
     """
@@ -102,7 +102,7 @@ class Fork:
         """Exit code; None until `wait` has returned."""
 
     def wait(self) -> int:
-        """Wait for its end; return its exit code. Called once."""
+        """Wait until this process has ended; return its exit code. Called once."""
         with self._told:
             answer = self._told.recv(64)
         while not answer and is_alive(self.pid):  # the zygote is gone
@@ -117,7 +117,7 @@ class Fork:
 
 
 def fork() -> int:
-    """Fork this process, with empty output buffers."""
+    """Fork this process, after flushing output; return the child's process id, and 0 in the child."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():  # about threads of BLAS, which ends them before each fork
@@ -129,7 +129,7 @@ def fork() -> int:
 
 
 def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, int]]:
-    """Fork ranks and report their ends until the supervisor ends. SIGCHLD and SIGIO must be blocked.
+    """Fork ranks on request and report their exits until the supervisor ends, SIGCHLD and SIGIO blocked.
 
     Returns in a rank only: the request, and its files, number that the rank is to have -> present number.
     """

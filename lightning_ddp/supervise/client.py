@@ -124,7 +124,7 @@ class ControlClient:
 
     @property
     def identity(self) -> Identity:
-        """Identity of this process, with its present rank."""
+        """Identity of this process (node, host, pid), with its rank in the current generation."""
         return replace(self._first_identity, rank=self.state.rank)
 
     @property
@@ -138,25 +138,25 @@ class ControlClient:
 
     @property
     def has_been_left(self) -> bool:
-        """True if the server has released this process, although nothing has failed."""
+        """True if the job does not need this process any more or its server closed, without a failure."""
         return self.failure is None and (self._is_deaf or self.state.is_released)
 
     # ------------------------------------------------------------------ called by the main thread
 
     def post(self, message: Message) -> None:
-        """Queue a message. Safe in a signal handler."""
+        """Queue a message for the control server and wake the sending thread. Safe in a signal handler."""
         self._outbox.append(pack(message))
         self._wake()
 
     def update(self, change: Callable[[RankState], _T]) -> _T:
-        """Change the state of this process and report what is new; return what `change` returns."""
+        """Call `change` on this rank's state, send what changed to the server; return the call's result."""
         with self.lock:
             result = change(self.state)
         self._wake()
         return result
 
     def ask(self, wish: Wish) -> None:
-        """Note what a signal requests. Safe in a signal handler."""
+        """Tell the server what a signal has requested (to leave or to stop). Safe in a signal handler."""
         self.state.ask(wish)
         self._wake()
 
@@ -166,13 +166,13 @@ class ControlClient:
             self._wake_sender.send(b"x")
 
     def flush(self, timeout_s: float = _FLUSH_WAIT_S) -> bool:
-        """Wait until the kernel has all messages and reports; return False if that takes too long."""
+        """Wait until all queued messages are written to the socket; return False if that takes too long."""
         wakes = self._num_wakes
         with self._sent:
             return self._sent.wait_for(lambda: self._num_sent >= wakes, timeout=timeout_s)
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
-        """Report a failure of this process, and wait until that is on its way."""
+        """Send a failure of this process to the server, and wait until it is written to the socket."""
         self.post(protocol.SecondaryFailure(record) if is_echo else protocol.Failed(record))
         self.flush()
 
@@ -182,7 +182,7 @@ class ControlClient:
         return self.failure
 
     def wait_for_all(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until all ranks have connected; raise `RendezvousError` if some do not, or as `check`."""
+        """Wait until all ranks have connected, calling `check`; raise `RendezvousError` at the timeout."""
         deadline = time.monotonic() + timeout_s
         while not self.has_met:
             self.wait_for_order()
@@ -195,12 +195,12 @@ class ControlClient:
                 )
 
     def wait_for_order(self) -> None:
-        """Wait a moment, or until an order comes. In the main thread."""
+        """Wait up to 50 ms for the next order (instruction) of the server. In the main thread."""
         self._ordered.wait(_LOOK_EVERY_S)
         self._ordered.clear()
 
     def who_is_here(self) -> list[int] | None:
-        """Return the connected ranks, or None if the server does not answer."""
+        """Ask the server which ranks are connected; return them, or None if it has never answered."""
         self._here_answered.clear()
         self.post(protocol.ListRanks())
         self._here_answered.wait(_FLUSH_WAIT_S)
@@ -209,7 +209,7 @@ class ControlClient:
     def leave_run(
         self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = lambda: None
     ) -> None:
-        """End a run (a fit, a test ...) by `end`; wait until all ranks have, or one of them has failed.
+        """End a run (a fit, a test ...) by `end`; wait until all ranks have ended theirs, or one has failed.
 
         After `timeout_s` seconds this rank leaves alone, and its end is no failure anymore. Once all have
         ended the run, the client's thread calls `when_all_left`, before it can learn of a later failure.
@@ -234,7 +234,7 @@ class ControlClient:
             self._when_all_left = lambda: None
 
     def close(self) -> None:
-        """Leave the job: the exit of this process is no failure anymore."""
+        """Tell the server that this process may exit without failing the job; end the client's thread."""
         self.update(RankState.leave)
         self.flush(_LAST_FLUSH_WAIT_S)
         self._is_closed = True
@@ -255,7 +255,7 @@ class ControlClient:
             self._connection.sendall(data)
 
     def _report(self) -> float | None:
-        """Report if something is new or it is time; return the seconds until then."""
+        """Send a report to the server if a fact changed or it is due; return the seconds to the next."""
         if self._is_deaf:
             return None
         now = time.monotonic()
@@ -280,7 +280,7 @@ class ControlClient:
         return max(0.0, min(self._next_report, silent_at) - now)
 
     def _stop_listening(self) -> None:
-        """Listen no more, as all is known; what is posted is still sent."""
+        """Stop reading from the server and watching the parent process; queued messages are still sent."""
         if not self._is_deaf:
             self._is_deaf = True
             self._selector.unregister(self._connection)
@@ -363,7 +363,7 @@ class ControlClient:
             self._on_failure(record)
 
     def close_sockets(self) -> None:
-        """Close all sockets, also in a process that was forked."""
+        """Close all sockets of this client; also called in a forked process, for its inherited copies."""
         for closed in (self._connection, self._wake_receiver, self._wake_sender, self._selector):
             closed.close()
         if self._parent_fd is not None:
@@ -372,7 +372,7 @@ class ControlClient:
 
 
 def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Message:
-    """Ask the server something from a process that is no rank; return the first answer."""
+    """Send a question to the control server from a process that is no rank; return its first answer."""
     try:
         with socket.create_connection((server.host, server.port), timeout=timeout_s) as connection:
             hello = protocol.Hello(server.token, Identity(rank=-1, node_rank=-1))
@@ -389,7 +389,7 @@ def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Messag
 
 
 def _open_pid(process: Identity | None) -> int | None:
-    """Return a descriptor that becomes readable when the process ends; None if the kernel has none."""
+    """Return a pidfd, which becomes readable when the process ends; None if the kernel has none."""
     if process is None or not hasattr(os, "pidfd_open"):
         return None
     with suppress(OSError):  # it is gone: then its connection is closed as well

@@ -32,7 +32,7 @@ _RETRY_S = 0.05
 
 
 class Peer:
-    """One connection: a stranger until its hello, then a process of the job."""
+    """An accepted TCP connection: unauthenticated until its hello, then that of a process of the job."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -45,7 +45,7 @@ class Peer:
 
     @property
     def is_closed(self) -> bool:
-        """True if this process has closed the connection."""
+        """True if the server has closed its end of the connection."""
         return self.connection.fileno() < 0
 
 
@@ -54,7 +54,7 @@ _Received = tuple[Peer, bytes, OSError | None]
 
 
 class Connections:
-    """All connections of the server. In one thread, except `wake`.
+    """All sockets of the control server: listener and connections. For one thread, except `wake`.
 
     Args:
         address: name or address of this host whose interface is bound; '' for all, of IPv6 too.
@@ -78,12 +78,15 @@ class Connections:
             self._selector.register(sock, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """Make `wait` return. Thread-safe."""
+        """Wake the server's thread from `wait`. Thread-safe."""
         with suppress(OSError):  # closed already, or so many wake-ups are pending that it sees them anyway
             self._wake_sender.send(b"x")
 
     def wait(self, until: float | None, num_awaited: int) -> Iterator[_Received]:
-        """Wait for data, until `until` at the latest; `num_awaited` ranks have not connected."""
+        """Wait for connections and data until `until` at most; yield what each connection received.
+
+        `num_awaited` is the number of ranks that have not connected.
+        """
         deadlines = [stranger.since + _HELLO_WAIT_S for stranger in islice(self.strangers, 1)]
         deadlines += [until] if until is not None else []
         timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -118,7 +121,10 @@ class Connections:
             self._hang_up_on_strangers(most_strangers)
 
     def _hang_up_on_strangers(self, num_left: int) -> None:
-        """Close the oldest, so that `num_left` remain: a process of the job sends its hello at once."""
+        """Close the oldest connections that have not sent a hello, so that `num_left` of them remain.
+
+        A process of the job sends its hello at once.
+        """
         for stranger in list(islice(self.strangers, max(0, len(self.strangers) - num_left))):
             self.hang_up(stranger)
 
@@ -135,7 +141,7 @@ class Connections:
             yield peer, data, None
 
     def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
-        """Take a stranger for a process of the job."""
+        """Accept an authenticated connection as that of a process of the job, and turn on keepalive."""
         peer.unpacker.limit_bytes = LIMIT_BYTES
         with suppress(OSError):  # it is gone already, which reading from it will say
             keep_alive(peer.connection, heartbeat_timeout_s)
@@ -143,7 +149,10 @@ class Connections:
         self.peers[peer] = None
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message as soon as the connection takes it; the same object to many is packed once."""
+        """Send a message without blocking; shut the connection down if it has more than 4 MiB of unsent data.
+
+        The same object to many is packed once.
+        """
         if self._packed is None or self._packed[0] is not message:
             self._packed = message, pack(message)
         peer.unsent += self._packed[1]
@@ -182,7 +191,7 @@ class Connections:
             self.peers.pop(peer, None)
 
     def close(self) -> None:
-        """Close all, also in a process that was forked."""
+        """Close all sockets and restore the limit of open files; also called in a process that was forked."""
         for peer in (*self.peers, *self.strangers):
             peer.connection.close()
         self._listener.close()
@@ -193,7 +202,7 @@ class Connections:
 
 
 def _allow_descriptors(num_more: int) -> Callable[[], None]:
-    """Raise the soft limit of open files; return the function that restores it if nobody has changed it."""
+    """Raise the soft limit of open files; return a function that restores it if nobody has changed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + num_more if hard == resource.RLIM_INFINITY else min(soft + num_more, hard)
     if soft != resource.RLIM_INFINITY and wanted > soft:
@@ -225,7 +234,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket, timeout_s: float) -> None:
-    """Let the kernel notice within about `timeout_s` seconds that the other host is unreachable.
+    """Turn on TCP keepalive, so that a host that is unreachable for about `timeout_s` seconds is noticed.
 
     The kernels' probes are the heartbeats: a process that holds the GIL, or is stopped, is not lost.
     """
@@ -246,7 +255,7 @@ def keep_alive(connection: socket.socket, timeout_s: float) -> None:
 
 
 def explain_loss(error: OSError | None, who: Identity, timeout_s: float) -> str:
-    """Describe why the connection to a process was lost; `GONE` if its host can be reached."""
+    """Return a sentence on why the connection to a process was lost: node unreachable, or process died."""
     if error is None or error.errno not in _UNREACHABLE:
         return GONE
     return (

@@ -38,7 +38,7 @@ class _RollCall:
 
 @dataclass
 class _Announced:
-    """A collective that some members of its group are about to start."""
+    """A collective that some ranks of its process group have announced and not yet been allowed to start."""
 
     ranks: frozenset[int]
     number: int
@@ -47,7 +47,7 @@ class _Announced:
 
 
 class DesyncDetector:
-    """Find ranks of a generation that wait for different collectives, or for one that a rank does not call.
+    """Detector of ranks that wait for different collectives, or for one that some rank never calls.
 
     Methods return messages to send. `members` are the processes of the generation, by rank.
     """
@@ -63,7 +63,7 @@ class DesyncDetector:
         """Findings for each group in which the ranks disagree; None until they are known."""
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
-        """Handle a message of a rank; raise `ProtocolError` if no rank sends such a message."""
+        """Process a rank's message on collectives; return messages to send. Reject other kinds of message."""
         match message:
             case protocol.DiagnoseRequest(group, number):
                 return self._ask(rank, (group, number), now)
@@ -82,7 +82,7 @@ class DesyncDetector:
         raise ProtocolError(f"a message {message.kind}")
 
     def deadline(self) -> float | None:
-        """Return when to call `due` at the latest."""
+        """Return the time at which `due` is to be called at the latest; None if nothing is pending."""
         if self._roll is not None:
             return self._roll.deadline
         if not self._announced:
@@ -91,7 +91,7 @@ class DesyncDetector:
         return max(oldest + _FIRST_LOOK_S, self._last[0] + _PAUSE_S)
 
     def due(self, now: float) -> Outgoing:
-        """End a roll call that has all its answers, or begin one for collectives that do not start."""
+        """End a query of all ranks that is answered, or begin one for a late collective; return messages."""
         deadline, roll = self.deadline(), self._roll
         is_late = deadline is not None and now >= deadline
         if roll is not None:
@@ -136,7 +136,7 @@ class DesyncDetector:
         return [self._explain(statuses, *asked) for asked in sorted(roll.askers, key=str)]
 
     def _mute(self, rank: int) -> RankStatus:
-        """Return the status of a rank that has sent none."""
+        """Return a status for a rank that did not answer a query: finished, silent or gone."""
         report = self._report(rank)
         if 0 < report.begun == report.ended:
             return RankStatus(rank=rank, state="finished", label=report.run)
@@ -151,7 +151,10 @@ class DesyncDetector:
         return rank, protocol.Diagnosis(*question, findings)
 
     def stranded(self, all_ended: int) -> FailureRecord | None:
-        """Return, once per roll call, the failure of a rank that waits in vain for ranks that leave."""
+        """Return the failure of a rank that waits for ranks which have ended their run, or None.
+
+        Each query of all ranks is looked at once.
+        """
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
@@ -192,7 +195,7 @@ class DesyncDetector:
         return []
 
     def _is_deadlock(self, statuses: dict[int, RankStatus]) -> bool:
-        """Return True if no rank continues without a collective to which some other rank never comes.
+        """Return True if all unfinished ranks are blocked in collectives that some other rank never calls.
 
         Exact: a rank that is blocked is freed only by a `CollectiveApproved` of this object, which is sent
         when all have come, or by the end of a collective that all have started.
@@ -211,7 +214,7 @@ class DesyncDetector:
     def _may_end(
         self, rank: int, statuses: dict[int, RankStatus], group: str, number: int, is_start: bool
     ) -> bool:
-        """Return True if a rank may be freed from a collective for which it waits."""
+        """Return True if a collective that blocks a rank may still start, or complete."""
         if is_start:
             announced = self._announced.get(group)
             return announced is None or announced.number != number or rank not in announced.texts

@@ -18,7 +18,7 @@ Statuses = Mapping[int, RankStatus]  # status of each rank
 
 
 def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:
-    """Find where the ranks disagree about a collective, for the rank `asker`.
+    """Describe where the ranks disagree about a collective, and which have not called it, for rank `asker`.
 
     Args:
         statuses: of all ranks of the run.
@@ -48,7 +48,7 @@ def explain(statuses: Statuses, asker: int, group: str | None = None, number: in
 
 
 def members_of(statuses: Statuses, group: str | None) -> set[int]:
-    """Return the global ranks of a group, as far as the statuses have them."""
+    """Return the global ranks of a process group, as far as the ranks' statuses tell them."""
     for status in statuses.values():
         ranks = split_ranks(status.on(group).ranks)
         if ranks is not None:
@@ -57,7 +57,7 @@ def members_of(statuses: Statuses, group: str | None) -> set[int]:
 
 
 def _contradicts(statuses: Statuses, group: str | None, number: int) -> bool:
-    """Return True if ranks have waited for some time in different collectives of the same number."""
+    """Return True if ranks have waited for 1 s in different collectives with one sequence number."""
     called = set()
     for status in statuses.values():
         calls = status.on(group).calls
@@ -68,7 +68,7 @@ def _contradicts(statuses: Statuses, group: str | None, number: int) -> bool:
 
 
 def _missing(statuses: Statuses, asker: int, group: str | None, number: int) -> list[int]:
-    """Return the ranks that have not come to a collective, or called another one in its place."""
+    """Return the ranks that have not called a collective yet, or have called another one in its place."""
     expected = statuses[asker].on(group).calls.get(number) if asker in statuses else None
     missing = []
     for rank in sorted(members_of(statuses, group)):
@@ -80,7 +80,7 @@ def _missing(statuses: Statuses, asker: int, group: str | None, number: int) -> 
 
 
 def _first_difference(statuses: Statuses, group: str | None) -> str | None:
-    """Describe the first collective of a group that ranks remember differently."""
+    """Return a sentence on the first collective of a group that ranks called differently, or None."""
     calls = {rank: status.on(group).calls for rank, status in sorted(statuses.items())}
     for number in sorted({n for known in calls.values() for n in known}):
         callers = _by_value({rank: known[number] for rank, known in calls.items() if number in known})
@@ -128,12 +128,12 @@ def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence, as `rank 3` or `ranks 0-2, 5`."""
+    """Return a phrase that names ranks, such as `rank 3` or `ranks 0-2, 5`."""
     return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks as people do.
+    """Return a text that lists ranks, with consecutive ones as ranges.
 
     >>> join_ranks([0, 1, 2, 5])
     '0-2, 5'
@@ -148,7 +148,7 @@ def join_ranks(ranks: Iterable[int]) -> str:
 
 
 def split_ranks(text: str) -> set[int] | None:
-    """Read what `join_ranks` has written; return None if it was cut, or is something else.
+    """Return the ranks in a text such as "0-2, 5"; None if it was cut off, or is something else.
 
     >>> sorted(split_ranks("0-2, 5"))
     [0, 1, 2, 5]

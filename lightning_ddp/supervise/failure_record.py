@@ -49,7 +49,7 @@ _ASCII_CONTROL_CHARACTERS = bytes(code for code in range(128) if _CONTROL_CHARAC
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a process exited.
+    """Return a phrase on how a process ended: its exit code, or the signal that killed it.
 
     >>> describe_exit(3), describe_exit(-9)
     ('exited with code 3', 'was killed by SIGKILL')
@@ -64,7 +64,7 @@ def describe_exit(code: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identity of a process of the job."""
+    """Identity of a process of the job: rank, node, host, process id and how often its rank was restarted."""
 
     rank: int  # global rank; -1 for a launching process that is no rank
     node_rank: int
@@ -83,14 +83,14 @@ class Where:
     count: int = 0  # number that grows while the rank makes progress
 
     def in_words(self) -> str:
-        """Return step and phase, to follow words that say what the rank does."""
+        """Return a phrase such as ` at step 3 in training_step`; empty if neither step nor phase is known."""
         step = f" at step {self.step}" if self.step is not None else ""
         return step + (f" in {self.phase}" if self.phase else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """The failure of a process; the fields are those of `PeerFailure`, and three more."""
+    """Record of a process's failure: who, message, step, phase, traceback, exit code, checkpoint and time."""
 
     rank: int
     message: str
@@ -108,7 +108,7 @@ class FailureRecord:
     time: float = field(default_factory=time.time)  # time of detection, in seconds since the epoch
 
     def __post_init__(self) -> None:
-        """Cut and escape the texts, which anybody may have written, so that none controls a terminal."""
+        """Shorten the record's texts and escape their control characters, as they come from anybody."""
         for name, longest in _LONGEST.items():
             text = getattr(self, name)
             if text is not None:
@@ -116,7 +116,7 @@ class FailureRecord:
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
-        """Return the record of an exception in this process."""
+        """Return the failure record of an exception that was raised in the process `identity`."""
         kind = type(error)
         return cls.of_identity(
             identity,
@@ -130,11 +130,11 @@ class FailureRecord:
 
     @classmethod
     def of_identity(cls, identity: Identity, message: str, **more: Any) -> FailureRecord:
-        """Return the record of a failure without an exception."""
+        """Return the failure record of a process with a message, without an exception."""
         return cls(**vars(identity), message=message, **more)
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
-        """Return the error to raise in rank `healthy_rank`, or in a launching process that is no rank."""
+        """Return this failure as a `PeerFailure`, to raise in rank `healthy_rank` or in a launcher."""
         left_out = ("start", "checkpoint", "time")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         if self.checkpoint is not None:
@@ -142,7 +142,7 @@ class FailureRecord:
         return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)
 
     def with_exit(self, exit_code: int, description: str) -> FailureRecord:
-        """Return this record with the exit code that the parent of the process knows."""
+        """Return a copy of this record with an exit code, and `description` as message if it has none."""
         if self.exception_type is not None or self.message not in ("", GONE):
             return replace(self, exit_code=exit_code)
         return replace(self, exit_code=exit_code, message=description)
@@ -161,7 +161,7 @@ def _cut(text: str, longest: int, *, keeps_end: bool) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message of an exception."""
+    """Return the message of an exception as a string, even if its `__str__` raises."""
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 (the user's own method, which may raise anything)
@@ -193,7 +193,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _chain_of(error: BaseException) -> list[BaseException]:
-    """Return an exception, its causes and those of a group."""
+    """Return an exception with all its causes and contexts, and the members of exception groups."""
     found: dict[int, BaseException] = {}
     left = [error]
     while left:
@@ -209,7 +209,7 @@ def _chain_of(error: BaseException) -> list[BaseException]:
 
 
 def render(record: FailureRecord) -> str:
-    """Return the report for people: who failed first, where and how, with the traceback last."""
+    """Return the text to print about a job's failure: who failed first, where and how, and the traceback."""
     name = f"rank {record.rank}" if record.rank >= 0 else "the launching process"
     facts = {"node": record.node_rank, "host": record.host, "pid": record.pid, "exit code": record.exit_code}
     text = (
@@ -227,7 +227,7 @@ def render(record: FailureRecord) -> str:
 
 
 def _folded(traceback: str) -> str:
-    """Replace frames of packages by a line, except the last frame."""
+    """Return a traceback in which frames of installed packages are summed up, except the last frame."""
     pieces: list[tuple[str, str]] = []  # package, or "" for what is kept; text
     end = 0
     for frame in _FRAME.finditer(traceback):
@@ -245,7 +245,7 @@ def _folded(traceback: str) -> str:
 
 
 def _package_of(file: str) -> str:
-    """Return the installed package of a file, if it is none of the user's; else ""."""
+    """Return the name of the installed package to which a file belongs; "" for a file of the user."""
     found = _SITE_PACKAGE.search(file)
     if found:
         return found[1]
@@ -253,7 +253,7 @@ def _package_of(file: str) -> str:
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
-    """Write the file TORCHELASTIC_ERROR_FILE, where torchelastic's agent looks for the error of a process.
+    """Write a failure as JSON to `path`, where torchelastic's agent looks for the error of a process.
 
     The first failure `record` happened in this process if `is_cause`.
     """
@@ -272,7 +272,7 @@ def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> Non
 
 
 class History:
-    """Generations of a job that continued after failures."""
+    """Log of how the ranks of a job changed as it continued after failures: who left and who joined."""
 
     def __init__(self) -> None:
         self._generations: list[tuple[str, str]] = []  # change of each, and who has left and joined
@@ -281,14 +281,16 @@ class History:
         self._since: float | None = None  # time of the first loss since all continued
 
     def lost(self, slot: int, record: FailureRecord, now: float) -> None:
-        """Note that the process in a slot is lost, or leaves."""
+        """Record that the process that holds a rank has failed or leaves, for the next entry of this log."""
         self._left.setdefault(slot, record)
         self._since = now if self._since is None else self._since
 
     def formed(
         self, step: int, before: Sequence[int], after: Sequence[int], now: float, healed: Sequence[int] = ()
     ) -> None:
-        """Note the next generation, from a step; `before` and `after` are slots by rank.
+        """Add an entry: the ranks changed from `before` to `after`, and continue from a step.
+
+        `before` and `after` have the slot of each rank.
 
         The ranks `healed` take over the state of another one.
         """
@@ -301,7 +303,7 @@ class History:
         self._generations.append((f"step {step}: {len(before)} -> {len(after)} ranks", who))
 
     def went_on(self, now: float) -> None:
-        """Note that all members of the last generation continue."""
+        """Record that all ranks continue after the last change, and how many seconds it took."""
         if self._since is not None and self._generations:
             change, who = self._generations[-1]
             self._generations[-1] = f"{change} after {now - self._since:.2f} s", who
@@ -309,7 +311,7 @@ class History:
             self._since = None
 
     def tell(self) -> str:
-        """Return the text for people, once; empty if nothing has happened.
+        """Return all changes of ranks as a text to print, and clear them; empty if nothing has happened.
 
         >>> history = History()
         >>> gone = FailureRecord(rank=1, host="gpu-07", pid=6091, message="was killed by SIGKILL")

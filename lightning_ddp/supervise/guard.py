@@ -40,7 +40,10 @@ _STACK = "lightning_ddp_stack"
 
 
 class Guard:
-    """The guard of this launching process (Linux 5.3 or later); `ends_launcher`: which is a rank as well."""
+    """Subprocess beside a launcher that kills processes which do not end after a failure (Linux 5.3+).
+
+    The launcher is a rank as well, and may be killed, if `ends_launcher`.
+    """
 
     def __init__(self, *, ends_launcher: bool) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,14 +58,14 @@ class Guard:
             )
 
     def end(self) -> None:
-        """End the guard, as all processes have ended or are given up, and the launching one reports."""
+        """Kill the guard's process; called when no process is left to guard and the launcher reports."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
 
 def tell_guard(of: int, rank: int, is_aware: bool | None, limit_s: float = inf, report: str = "") -> None:
-    """Tell the guard of process `of`, if there is one, that this process has joined, or knows of a failure.
+    """Tell the guard of launcher `of`, if any, that this process has joined (None), or knows of a failure.
 
     An aware process ends by itself, and in `limit_s` seconds all others have to be aware; False takes that
     back. The first report counts, unless another one comes without a limit.
@@ -120,7 +123,7 @@ _stack_file: int | None = None  # file in memory, which others find among the op
 
 
 def permit_stack() -> None:
-    """Have this process write its stack when `stack_of` asks for it, in C, whatever it does."""
+    """Install a signal handler in C by which another process can read this one's stack with `stack_of`."""
     global _stack_file
     if _stack_file is not None or not hasattr(os, "memfd_create"):
         return
@@ -133,7 +136,7 @@ def permit_stack() -> None:
 
 
 def forbid_stack() -> None:
-    """Take that back, and leave the signal as it was found."""
+    """Remove the handler that `permit_stack` has installed, and restore the signal."""
     global _stack_file
     if _stack_file is not None:
         os.close(_stack_file)  # nobody asks any more
@@ -147,7 +150,7 @@ def _stack_signal() -> int:
 
 
 def stack_of(pid: int) -> str | None:
-    """Return the stack of the main thread of a process of this host, as a traceback; None if it has none."""
+    """Return the Python stack of another process's main thread on this host as text; None if unavailable."""
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):  # it has ended
         for name in os.listdir(folder):
@@ -178,7 +181,7 @@ def _ask(pid: int, file: TextIO) -> str | None:
 
 
 def with_stack(record: FailureRecord) -> FailureRecord:
-    """Return the failure of a process that says nothing itself with its stack, if it is of this host."""
+    """Return a failure record with the current stack of its process as traceback, if that is on this host."""
     from dataclasses import replace  # which the guard does without
 
     if record.pid is None or record.host != socket.gethostname():

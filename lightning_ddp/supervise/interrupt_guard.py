@@ -29,7 +29,7 @@ _FINALIZERS = {"__del__", "_callback", "remove"}  # Python swallows what they ra
 
 
 class _Guard(Enum):
-    """Errors that may interrupt the main thread."""
+    """Setting of which exceptions may now be raised in the main thread from outside: none, all, deferred."""
 
     OUTSIDE = auto()  # none: it unwinds, or is outside of a run
     OPEN = auto()  # all
@@ -45,7 +45,7 @@ class _Alarm:
 
 
 class InterruptGuard:
-    """Raise the failure of another rank in the main thread, unless the thread defers interruptions.
+    """Mechanism that raises another rank's failure in the main thread, which may defer or disable that.
 
     Made in the main thread. A thread of its own, the alarm, tries again until the exception has arrived.
 
@@ -67,16 +67,16 @@ class InterruptGuard:
 
     @property
     def is_silent(self) -> bool:
-        """True while nothing may interrupt the main thread: it unwinds, or is outside of a run."""
+        """True while nothing may be raised in the main thread: it unwinds already, or is outside of a run."""
         return self._guard is _Guard.OUTSIDE
 
     @property
     def is_forced(self) -> bool:
-        """True if the main thread may be interrupted although it deferred that, as it took too long."""
+        """True if the main thread has deferred an interruption for too long, and may be interrupted now."""
         return self._guard is _Guard.FORCED
 
     def arm(self, *, is_deferred: bool = False) -> None:
-        """Allow interruptions, at once or when `defer` allows them. In the main thread."""
+        """Let other ranks' failures be raised in the main thread, at once or later. Called in that thread."""
         self._main = threading.get_ident()
         if self._signal is None:
             self._signal = self._claim_signal()
@@ -84,18 +84,21 @@ class InterruptGuard:
             self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
 
     def silence(self) -> None:
-        """Disable interruptions: the main thread unwinds, or leaves a run."""
+        """Forbid failures of other ranks to be raised in the main thread, which unwinds or leaves a run."""
         with self._changing:
             self._guard = _Guard.OUTSIDE
 
     def defer(self, is_deferred: bool) -> None:
-        """Let interruptions wait, or allow them again, unless they are disabled."""
+        """Defer failures of other ranks from being raised in the main thread, or allow them again.
+
+        Does nothing while they are disabled.
+        """
         with self._changing:
             if self._guard is not _Guard.OUTSIDE:
                 self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
 
     def release(self) -> None:
-        """Disable interruptions and give the signal back. In the main thread."""
+        """Disable interruptions of the main thread and remove the signal handler. In the main thread."""
         self.silence()
         self._alarm = None
         with self._sending:
@@ -107,7 +110,7 @@ class InterruptGuard:
     # ------------------------------------------------------------------ the alarm
 
     def sound(self, error: BaseException, abort: Callable[[], None], *, is_final: bool) -> None:
-        """Interrupt the main thread with `error` again and again, in place of any other alarm.
+        """Start a thread that raises `error` in the main thread again and again; it replaces a previous one.
 
         Thread-safe.
 
@@ -122,12 +125,12 @@ class InterruptGuard:
             threading.Thread(target=self._ring, args=(alarm,), daemon=True, name="failure-alarm").start()
 
     def take(self) -> None:
-        """End the alarm, as the main thread has stopped; return once it aborts nothing anymore."""
+        """Stop the thread that interrupts the main thread; wait until it aborts no process group any more."""
         with self._aborting:
             self._alarm = None
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call `function`, which must not raise, in the main thread as soon as that runs Python."""
+        """Call `function` in the main thread, by a signal, once it runs Python; it must not raise."""
         self._call = function
         self._send()
 
@@ -184,7 +187,7 @@ class InterruptGuard:
 
 
 def _is_handling(error: BaseException) -> bool:
-    """Return True if the interrupted code is in an `except` or `finally` for `error`."""
+    """Return True if the interrupted code is handling `error`, in an `except` or `finally` block."""
     handled = sys.exc_info()[1]
     seen: set[int] = set()
     while handled is not None and id(handled) not in seen:

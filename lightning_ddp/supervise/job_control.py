@@ -37,20 +37,20 @@ __all__ = ["JobControl", "LocalProcesses"]
 
 
 class LocalProcesses:
-    """Whoever has started the processes of the server's node. Called in the server's thread."""
+    """Interface by which the control server has its node's processes killed or restarted, in its thread."""
 
     def failed(self, record: FailureRecord) -> None:
-        """Handle the first failure, once it is certain."""
+        """React to the job's first failure; called once, when it is certain which one that was."""
 
     def kill_one(self, pid: int) -> None:
-        """Kill a rank without which the others continue. Its exit is reported like any other."""
+        """Kill the process `pid` of a lost rank as the job continues; its exit is reported like any other."""
 
     def start_again(self, slot: int, number: int) -> None:
-        """Start the process number `number` in the slot of a lost one, unless it was started already."""
+        """Start replacement number `number` for the process of a lost rank, unless started already."""
 
 
 class JobControl:
-    """State of one job.
+    """Decisions of the control server about a job: handles messages and lost connections, finds the failure.
 
     Args:
         token: secret of the job.
@@ -89,12 +89,12 @@ class JobControl:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """The first failure of the job, once it is certain, with the checkpoint that was saved then."""
+        """Record of the job's first failure with the path of the checkpoint saved after it; None before."""
         first = self._verdict.first if self._is_told else None  # before, the others may go on without it
         return first if first is None else replace(first, checkpoint=self._checkpoint)
 
     def deadline(self, now: float) -> float | None:
-        """Return when to call `decide` at the latest; None if nothing is pending."""
+        """Return the time at which `decide` is to be called at the latest; None if nothing is pending."""
         deadlines = [self._verdict.deadline(), self._inspection.deadline()]
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look())
@@ -105,7 +105,7 @@ class JobControl:
     # ------------------------------------------------------------------ messages
 
     def hear(self, peer: Peer, message: Message, now: float) -> None:
-        """Handle a message; raise `ProtocolError` if the sender may not send it, and is to be hung up on."""
+        """Process a message; raise `ProtocolError` if its connection is to be closed because of it."""
         if peer.identity is None:
             self._greet(peer, message, now)
             return
@@ -160,7 +160,7 @@ class JobControl:
             self._connections.send(peer, protocol.Failure(first))
 
     def report(self, message: Message, now: float) -> None:
-        """Handle a report of a failure, also of the server's own process."""
+        """Pass a reported failure, exit or disconnection on to the search for the root cause."""
         match message:
             case protocol.SecondaryFailure(record):
                 if self._newcomer(record) is None:
@@ -179,7 +179,7 @@ class JobControl:
                     self._send(process, protocol.Failure(record))
 
     def _vanished(self, record: FailureRecord, now: float) -> None:
-        """Take a launching process for lost, as its children report that it has died."""
+        """Treat a launcher that its children report dead as failed, or its node as lost in an elastic job."""
         process = self.job.roster.of(record)
         if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
             # a launching process that is no rank: nobody is left who starts ranks there
@@ -188,7 +188,7 @@ class JobControl:
             self._verdict.vanished(self._ranked(record), now)
 
     def _newcomer(self, record: FailureRecord) -> Process | None:
-        """Return the process of a record if the others continue without it, as it has no state."""
+        """Return the process of a failure record if it is not in training (yet, or any more), else None."""
         process = self.job.roster.of(record)
         return None if process is None or process.state is ProcessState.MEMBER else process
 
@@ -228,7 +228,7 @@ class JobControl:
             self.job.disconnected(process, now)
 
     def _lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Lose a rank; return True if the others may continue without it."""
+        """Remove a failed rank from the job; return True if the other ranks may continue without it."""
         if self._is_told or not self.job.lose(process, record, now, has_ended=has_ended):
             return False
         self._end_with_echoes()
@@ -240,7 +240,7 @@ class JobControl:
                 self._lose(member, member.failure(message), now, has_ended=has_ended)
 
     def _end_with_echoes(self) -> None:
-        """End the job if a process that is to answer a recovery has failed."""
+        """End the job if the others wait in a recovery for a rank that failed in a call that communicates."""
         if self._settings.recovery is not None and not self._settings.recovery.exceptions:
             for echo in self._verdict.echoes:
                 process = self.job.roster.of(echo)
@@ -259,7 +259,7 @@ class JobControl:
     # ------------------------------------------------------------------ decisions
 
     def decide(self, now: float) -> FailureRecord | None:
-        """Do what is due; return the first failure of the job once, when it is certain."""
+        """Check stalls, replicas, recoveries and timeouts; return the first failure once, if certain."""
         job = self.job
         self._renew(now)
         self._deliver(self._inspection.due(now))
@@ -287,7 +287,7 @@ class JobControl:
         return first
 
     def _differ(self, found: Difference) -> None:
-        """Handle replicas that are not equal, as the option says."""
+        """Print, heal or end the job, as `replica_check` says, because ranks hold different replicas."""
         settings, parted = self._settings.replicas, [self._members[rank] for rank in found.ranks]
         action = settings.name if settings is not None else "warn"
         heals = action == "heal" and found.has_majority and found.can_be_copied
@@ -299,7 +299,7 @@ class JobControl:
             self._verdict.accuse(parted[0].failure(found.text))
 
     def _failed(self, process: Process, now: float) -> None:
-        """Handle a member that has reported no more than that it fails."""
+        """Remove a rank that reported to fail without details, or take that as the job's failure."""
         record = process.failure(process.report.why or "it has failed")
         recovery = self._settings.recovery
         concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
@@ -307,7 +307,7 @@ class JobControl:
             self._verdict.accuse(record)
 
     def _go_on(self, now: float) -> None:
-        """Set failures aside with which the others may continue, and let the job advance."""
+        """Remove failed ranks if the job may continue without them; carry out what the job requests."""
         job = self.job
         while job.phase is not JobPhase.OVER:
             first = self._verdict.decide(now)
@@ -330,7 +330,7 @@ class JobControl:
             self._verdict.first = replace(cause, message=message)
 
     def _is_to_own_process(self, action: Action) -> bool:
-        """Return True for an order to the rank of this process: sent last, as the server may end with it."""
+        """Return True if an action sends to the rank in the server's own process; such actions come last."""
         who = action.process.identity if isinstance(action, Send) else None
         return who is not None and (who.node_rank, who.pid) == (0, self._pid)
 
@@ -353,7 +353,7 @@ class JobControl:
                 self._verdict.accuse(record)
 
     def _renew(self, now: float) -> None:
-        """Begin anew what is kept by rank: when all have connected, and with each generation."""
+        """Reset the desync detector, replica comparison and stall watch when the set of ranks has changed."""
         if not self.job.has_met or self.job.generation == self._seen:
             return
         if self._seen >= 0:
@@ -364,7 +364,7 @@ class JobControl:
         self._stall.begin(now)
 
     def _is_of_one_rank(self, record: FailureRecord) -> bool:
-        """Return True if the others may continue after a failure: of one process, not of all ranks."""
+        """Return True if a failure is of a kind that concerns one rank only, so that others may continue."""
         recovery, kind = self._settings.recovery, record.exception_type
         if record.exception_class is None or recovery is None or not recovery.exceptions:
             has_ended = record.exit_code is not None or record.message == GONE
@@ -373,7 +373,7 @@ class JobControl:
         return is_of_user and kind != "KeyboardInterrupt" and record.pid != self._pid
 
     def _dismiss(self, node: int, now: float) -> protocol.DrainNodeReply:
-        """Request the members of a node to leave; return which do, or why none does."""
+        """Ask all ranks of a node to leave the run; return a reply with these ranks, or why none does."""
         job, why = self.job, None
         there = {member.node for member in job.roster.remaining}
         nodes = map(str, sorted(job.roster.nodes.values()) if not there else sorted(there))

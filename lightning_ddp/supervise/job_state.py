@@ -43,7 +43,7 @@ _GOING = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase
 
 
 class JobState:
-    """State of a job.
+    """State machine of a job on the control server: its processes, generations of ranks, and orders.
 
     Args:
         period_s: period of reports, and twice that of answers, where stalls are looked for; else None.
@@ -93,13 +93,13 @@ class JobState:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks have been connected."""
+        """True once all ranks have connected to the control server."""
         return self.phase is not JobPhase.CONNECTING
 
     # ------------------------------------------------------------------ events
 
     def connected(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
-        """Add a process that has connected; raise `ProtocolError` if its place is not free."""
+        """Register a connected process; raise `ProtocolError` if its rank is taken or not requested."""
         place, roster = who.rank, self.roster
         if who.start is None:
             may_come = self.phase is JobPhase.CONNECTING and place not in roster.nodes
@@ -118,7 +118,7 @@ class JobState:
         return process
 
     def reported(self, process: Process, report: Report, now: float) -> None:
-        """Take in a report; one that is not newer than the last changes nothing."""
+        """Store a process's report and react to it; ignore one that is not newer than the last."""
         before, process.heard_at = process.report, now
         if process.state is ProcessState.GONE or report.number <= before.number:
             return
@@ -156,7 +156,7 @@ class JobState:
             self._leaves_at = now + SETTLE_S
 
     def heal(self, parted: Iterable[Process]) -> bool:
-        """Have members copy the state of another one at the next boundary; return False if none comes."""
+        """Plan that ranks copy another's state at the next step boundary; return False if none comes."""
         is_over = not self.goes_on or not self._all_are_active or self.stopping is not None
         if is_over or self.phase is JobPhase.FORMING:  # then what was found is about a state before that
             return False
@@ -164,7 +164,7 @@ class JobState:
         return True
 
     def dismiss(self, node: int, now: float) -> list[Process]:
-        """Have all processes of a node leave, and nobody join there; return its members."""
+        """Make all processes of a node leave the run, without replacement; return those that train."""
         there = [process for process in self.roster.living.values() if process.node == node]
         for process in there:
             process.is_dismissed = True
@@ -174,12 +174,12 @@ class JobState:
         return [process for process in there if process.is_member]
 
     def stop(self, wish: Wish, now: float) -> None:
-        """Have all stop at a boundary; later calls change nothing."""
+        """Plan that all ranks stop at one step boundary, for a signal; later calls change nothing."""
         if self.stopping is None and any(process.is_active for process in self.roster.remaining):
             self.stopping, self._stops_by, self._leaves_at = wish, now + self._grace_s, None
 
     def disconnected(self, process: Process, now: float) -> None:
-        """Note the end of a connection. If that of a member is a loss, the caller calls `lose`."""
+        """Record that a connection has closed. If a training rank is lost by it, the caller calls `lose`."""
         process.is_connected = False
         if process.node != 0 and process.state in (ProcessState.STANDING, ProcessState.RELEASED):
             self._exit(process, now)  # its launcher may be gone with it
@@ -187,7 +187,7 @@ class JobState:
             self._slots.reopen(process.node, now)  # what it was asked for is another one's, if any
 
     def exited(self, record: FailureRecord, now: float) -> bool:
-        """Note the end of a child, which its launcher may report twice; return True if it may be a failure.
+        """Record a child's exit, perhaps reported twice; return True if it may be a failure of the job.
 
         A process that has not connected may have the process id of one from before its node came back, so
         place and number of the start tell which it is.
@@ -207,7 +207,7 @@ class JobState:
         return False
 
     def _exit(self, process: Process, now: float) -> None:
-        """Remove a process that is no member, and has ended."""
+        """Remove an exited process that was not training, and plan the start of another for its rank."""
         process.has_exited, slot = True, self._slots[process.place]
         match process.state:
             case ProcessState.RELEASED if process.has_state:
@@ -231,7 +231,10 @@ class JobState:
         self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Lose a member, certainly idle if `has_ended`; return True if the others may continue without it."""
+        """Remove a lost rank and start a recovery; return True if the others may continue without it.
+
+        The process certainly does nothing any more if `has_ended`.
+        """
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
         self.history.lost(process.place, record, now)
@@ -256,7 +259,7 @@ class JobState:
         return True
 
     def unexplained(self, now: float) -> list[Process]:
-        """Return, once, the members of whose failure nothing else has come for a while."""
+        """Return, once each, the ranks that said 5 s ago that they fail, and of which no more was heard."""
         due = [process for process, at in self._ending.items() if at <= now]
         for process in due:
             del self._ending[process]
@@ -266,14 +269,14 @@ class JobState:
         return [process for process in due if process.is_member]
 
     def gave_up(self, process: Process, why: str) -> None:
-        """End the run if the others wait for a process that fails."""
+        """End the job if its ranks wait in a recovery for a process that fails; `why` is the reason."""
         if self.phase in (JobPhase.RECOVERING, JobPhase.FORMING) and process.is_member:
             self._give_up(why)
 
     # ------------------------------------------------------------------ what is due
 
     def deadline(self, now: float) -> float | None:
-        """Return when to call `tick` at the latest; None if nothing is pending."""
+        """Return the time at which `tick` is to be called at the latest; None if nothing is pending."""
         found = [self._current.deadline(), min(self._ending.values(), default=None), self._stops_by]
         match self.phase:
             case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
@@ -287,7 +290,7 @@ class JobState:
         return min((at for at in found if at is not None), default=None)
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due; return what others have to do about it."""
+        """Advance the job and time out late processes; return actions: orders to send, kills, starts."""
         self._lose_late(now)
         while self._advance(now):
             pass
@@ -300,7 +303,7 @@ class JobState:
         return actions
 
     def _template(self) -> Order:
-        """Return the order of the members, without its number."""
+        """Return the order (instruction) for the ranks of the current generation, not numbered yet."""
         task = self.phase.task
         return Order(
             number=0,
@@ -315,7 +318,7 @@ class JobState:
         )
 
     def _advance(self, now: float) -> bool:
-        """Begin another phase if it is time; return True if one has begun."""
+        """Switch to the next phase of the job if its condition is met; return True if it has switched."""
         self._count_ended()
         self._release_late(now)
         before = self.phase, self.generation, self._current.since
@@ -341,7 +344,7 @@ class JobState:
         self._current.begin(phase, self.roster.remaining, now)
 
     def _resume(self, now: float) -> None:
-        """Have the members train, or wait for others where they are too few."""
+        """Enter the phase in which ranks train, or wait for others if fewer than `min_world_size`."""
         self._enter(JobPhase.SHORT if self._is_short(self.roster.remaining) else JobPhase.RUNNING, now)
 
     def _advance_short(self, now: float) -> None:
@@ -397,7 +400,7 @@ class JobState:
         return [process for process in self._touched if process in self._current.awaited]
 
     def _is_settled(self) -> bool:
-        """Return True if nobody may be lost who is to be a member of what follows."""
+        """Return True if no remaining rank has disconnected or exited, and no failure is unexplained yet."""
         is_there = (process.is_connected and not process.has_exited for process in self.roster.remaining)
         return not self.is_pending and all(is_there)
 
@@ -424,7 +427,7 @@ class JobState:
             self._resume(now)
 
     def _void(self, process: Process, now: float) -> None:
-        """Have all meet anew, as a member has stopped again while the generation was formed."""
+        """Start another recovery, as a rank stopped while the next generation was formed; give up in time."""
         self._voids.append(now)
         cause = process.failure("it could not connect to the other ranks")
         if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
@@ -434,7 +437,7 @@ class JobState:
             self._recover(cause, now)
 
     def _recover(self, cause: FailureRecord, now: float) -> None:
-        """Have all members stop, unless they do already."""
+        """Start a recovery, in which all ranks are told to stop, unless one is under way."""
         self._settles_at = now + SETTLE_S
         if self.phase is not JobPhase.RECOVERING:
             self.cause = self.cause or cause
@@ -446,7 +449,7 @@ class JobState:
         self._enter(JobPhase.OVER, self._current.since)
 
     def _give_up_if_short(self, members: list[Process], staying: list[Process]) -> bool:
-        """Give up if there are too few members, and nobody who could wait for others."""
+        """End the job and return True if ranks are fewer than `min_world_size` and none may wait for more."""
         if self._is_short(members) and not (self._wait_s and staying):
             self._give_up(f"{len(members)} ranks remain, fewer than min_world_size")
             return True
@@ -461,7 +464,7 @@ class JobState:
             self._not_ended = {process for process in there if process.report.ended <= self.all_ended}
 
     def _release_late(self, now: float) -> None:
-        """Send processes away that came after the last step, or whose launcher is gone."""
+        """Tell waiting replacements to exit if they came after the last step, or their launcher is gone."""
         for process in self.roster.standing:
             is_over = self.phase is JobPhase.OVER and self.reason is None
             if process.report.ended < self._most_ended or is_over:
@@ -471,7 +474,7 @@ class JobState:
                 self._release(process, now)
 
     def _lose_late(self, now: float) -> None:
-        """Lose whoever has not followed an order in time; in a stop for a signal the run fails."""
+        """Remove ranks that have not followed an order in time; fail the job if that was a signal's stop."""
         if self._stops_by is not None and now >= self._stops_by:
             self._stops_by = None
             late = [process for process in self.roster.remaining if process.is_active]
@@ -492,7 +495,7 @@ class JobState:
     # ------------------------------------------------------------------ who joins and leaves
 
     def _wants_boundary(self, now: float) -> bool:
-        """Return True if all are to stop at a boundary: for a signal, or as others join, leave or copy."""
+        """Return True if ranks must stop at a step boundary: for a signal, or as some join, leave or copy."""
         if self.stopping is not None:
             return True
         parted = [process for process in self._parted if process.is_member]
@@ -534,7 +537,7 @@ class JobState:
     # ------------------------------------------------------------------ the next generation
 
     def _form(self, now: float) -> None:
-        """Form the next generation, or end the run if there is none."""
+        """Form the next generation from the ranks that stay and join, or end the job if there is none."""
         is_met = self.phase is JobPhase.MEETING
         remaining = self.roster.remaining
         stand = [process for process in remaining if not process.has_state]

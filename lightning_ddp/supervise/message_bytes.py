@@ -26,7 +26,7 @@ _LARGEST = 1e300
 
 
 def pack(message: Message) -> bytes:
-    """Return the bytes of a message; raise `ProtocolError` if it is longer than `LIMIT_BYTES`."""
+    """Return a message as JSON bytes behind their length; raise `ProtocolError` above `LIMIT_BYTES`."""
     values = {"kind": message.kind, **asdict(message)}  # type: ignore[call-overload]  # all are dataclasses
     text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
     data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
@@ -36,14 +36,14 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Collects the bytes of one connection into messages; the limit is less before its hello."""
+    """Incremental decoder of one connection's bytes into messages, of limited length before its hello."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete with `data`.
+        """Add received bytes to the buffer; return the messages that are complete now.
 
         Raises:
             ProtocolError: a length over the limit, no JSON, or JSON that is no message.
@@ -100,7 +100,7 @@ def _type_of(hint: Any) -> _Type:
 
 
 def _read(kind: _Type, value: Any) -> Any:
-    """Return a JSON value as the type of its field; raise `ProtocolError` with what is wrong."""
+    """Return a JSON value converted to the type of its field; raise `ProtocolError` if it does not fit."""
     hint, origin, parts = kind
     if (type(value) is hint and hint is not float) or hint is Any:
         return value

@@ -18,7 +18,7 @@ _STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING})
 
 
 class CurrentPhase:
-    """The phase of a job, its begin, and the processes that it waits for.
+    """Current phase of a job, the time when it began, and the processes for which it waits.
 
     Args:
         grace_s: seconds within which a process has to follow an order, or report while others wait for it.
@@ -31,14 +31,14 @@ class CurrentPhase:
         self._grace_s, self._look_at = grace_s, 0.0
 
     def begin(self, name: JobPhase, members: Iterable[Process], now: float) -> None:
-        """Begin a phase: wait for all members, unless it asks nothing of them."""
+        """Set the job's phase, and wait for all of `members` unless it requires nothing of them."""
         self.name, self.since, self._look_at = name, now, now + self._grace_s
         is_of_run = name in (JobPhase.HOLDING, JobPhase.STOPPING)
         asked = () if name in _UNANSWERED else members
         self.awaited = {process for process in asked if process.is_active or not is_of_run}
 
     def note(self, process: Process, generation: int) -> None:
-        """Note if a member has followed the order; `generation` is that of the job."""
+        """Update whether the job still waits for a rank to follow the order; `generation` is the job's."""
         report = process.report
         if not process.is_member:
             return
@@ -63,11 +63,11 @@ class CurrentPhase:
             self.awaited.add(process)
 
     def deadline(self) -> float | None:
-        """Return when somebody may be late; None if nobody can be."""
+        """Return the time at which `late` may find a process; None if no process can be late."""
         return self._look_at if self.awaited and self.name not in _UNLIMITED else None
 
     def late(self, now: float) -> list[Process]:
-        """Return those that have not followed the order in time, by the numbers of their connections."""
+        """Return the processes that have not followed the order in time, sorted by connection number."""
         at = self.deadline()
         if at is None or now < at:
             return []
@@ -84,7 +84,9 @@ class CurrentPhase:
 
 
 class OrderBook:
-    """Orders of one template: one object for all processes of a state, so that it is packed once.
+    """Issuer of orders to processes, which are numbered, and repeated until a process confirms them.
+
+    All processes of one state get the same object, so that it is packed once.
 
     Args:
         answer_s: least time between two answers to the reports of a process; None to answer only those that
@@ -100,7 +102,7 @@ class OrderBook:
     def give(
         self, template: Order, touched: Iterable[Process], living: Iterable[Process], now: float
     ) -> list[Send]:
-        """Return what is to be sent now; `template` is the order of the members, without a number.
+        """Return the orders to send now; `template` is that of the training ranks, without a number.
 
         Processes that have reported, or changed, since the last call are `touched`, all are `living`.
         """
@@ -119,7 +121,7 @@ class OrderBook:
         return found
 
     def _order_of(self, process: Process, template: Order) -> Order:
-        """Return the order of a process: never one that is older than the last that it was sent."""
+        """Return the order to send to a process, never older than the last one that it was sent."""
         state = ProcessState.MEMBER if process.is_member else process.state
         last, order = process.order, self._orders.get(state)
         if order is None or (last is not None and last.number > order.number):

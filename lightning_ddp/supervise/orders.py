@@ -28,7 +28,7 @@ __all__ = [
 
 
 class RankPhase(StrEnum):
-    """Phase of a process, as it reports it itself."""
+    """Phase of a process, as it reports itself: starting, running, stopped, failed, ended ..."""
 
     STARTING = "starting"
     STANDING = "standing"
@@ -43,7 +43,7 @@ class RankPhase(StrEnum):
 
 
 class WishKind(StrEnum):
-    """Request of a signal: this process or its node is to leave the others, or all are to stop."""
+    """What a signal requests: that this process or its node leaves the run, or that all ranks stop."""
 
     LEAVE = "leave"
     LEAVE_NODE = "leave_node"
@@ -52,7 +52,7 @@ class WishKind(StrEnum):
 
 @dataclass(frozen=True)
 class Wish:
-    """Request of a signal to a process; it stays in all reports from then on."""
+    """Request that a signal made to a process, to leave or to stop; part of all its later reports."""
 
     kind: WishKind
     signal: int
@@ -61,7 +61,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a rank that was interrupted, or has met the others."""
+    """How far a rank had trained when it was interrupted, or stopped for others to join or leave."""
 
     step: int
     is_clean: bool
@@ -70,7 +70,7 @@ class Progress:
 
 
 class Report(Message):
-    """All facts of a process: sent when one changes, and once a period."""
+    """Message with all facts of a process for the server: sent when one changes, and periodically."""
 
     number: int
     heard: int
@@ -99,7 +99,7 @@ class Task(StrEnum):
 
 
 class JobPhase(Enum):
-    """Task of the members, and what the job waits for."""
+    """Phase of a job: the task of its ranks in that phase, and what the job waits for."""
 
     CONNECTING = Task.WAIT, "all ranks to connect"
     RUNNING = Task.RUN, "nothing: all train"
@@ -118,7 +118,7 @@ class JobPhase(Enum):
 
 @dataclass(frozen=True)
 class NewGeneration:
-    """Members of a generation, by their places, and the state from which they continue."""
+    """A new set of ranks of an elastic job (by initial rank), and the state from which they continue."""
 
     number: int
     members: tuple[int, ...]  # by their new ranks
@@ -134,7 +134,7 @@ class NewGeneration:
 
 
 class Order(Message):
-    """Task of a process until the next order."""
+    """Message of the server that tells a process what to do until the next one: run, stop, recover ..."""
 
     number: int
     task: Task

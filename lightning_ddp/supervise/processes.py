@@ -16,7 +16,7 @@ _INACTIVE = OUT | {RankPhase.IDLE, RankPhase.FAILED}
 
 
 class ProcessState(Enum):
-    """Part of a process in the job; `docs/concepts/elastic-protocol.md` describes each."""
+    """Role of a process in the job, from waiting to gone: see `docs/concepts/elastic-protocol.md`."""
 
     STANDING = auto()
     JOINING = auto()
@@ -28,7 +28,7 @@ class ProcessState(Enum):
 
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """A process that has connected: it has one place and one connection."""
+    """A connected process as the server knows it: identity, rank, state, last report and last order."""
 
     number: int  # of the connection
     identity: Identity  # of its hello, with its place as rank
@@ -49,7 +49,7 @@ class Process:
 
     @property
     def place(self) -> int:
-        """Number of its slot, which is its rank in the first generation."""
+        """Rank that this process, or the lost one that it replaces, had in the first generation."""
         return self.identity.rank
 
     @property
@@ -58,16 +58,16 @@ class Process:
 
     @property
     def who(self) -> Identity:
-        """Identity with the present rank."""
+        """Identity of this process (node, host, pid) with its rank in the current generation."""
         return self.identity if self.rank == self.place else replace(self.identity, rank=self.rank)
 
     def failure(self, message: str, **more: Any) -> FailureRecord:
-        """Return the record of a failure of this process, as `FailureRecord.of_identity`."""
+        """Return a failure record of this process, with a message and more fields."""
         return FailureRecord.of_identity(self.who, message, **more)
 
     @property
     def is_member(self) -> bool:
-        """True if it is in the present generation and not lost."""
+        """True if this process is one of the ranks of the current generation, and not lost."""
         return self.state in (ProcessState.MEMBER, ProcessState.JOINING)
 
     @property
@@ -76,17 +76,17 @@ class Process:
 
     @property
     def is_active(self) -> bool:
-        """True if it is in a run, or on the way to its first one."""
+        """True if this process is in a run (a fit, a test ...), or on the way to its first one."""
         return self.phase not in _INACTIVE
 
     @property
     def has_state(self) -> bool:
-        """True if it has ever had the state of a generation."""
+        """True if this process has ever had the training state."""
         return self.report.state_of >= 0
 
     @property
     def has_heard(self) -> bool:
-        """True if its last report was made in the knowledge of its last order."""
+        """True if the last report of this process confirms the last order that it was sent."""
         return self.order is not None and self.report.heard == self.order.number
 
     @property
@@ -96,7 +96,7 @@ class Process:
 
 
 class Roster:
-    """All processes of a job with `num_places` places."""
+    """All processes of a job of `num_places` initial ranks: those that train, wait or have left."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
@@ -111,24 +111,24 @@ class Roster:
 
     @property
     def remaining(self) -> list[Process]:
-        """Members that are not lost."""
+        """Processes of the current generation that are not lost, by rank."""
         return [process for process in self.members if process.is_member]
 
     @property
     def standing(self) -> list[Process]:
-        """New processes that wait to be let in."""
+        """New processes that wait to be admitted to the next generation."""
         return [process for process in self.outside.values() if process.state is ProcessState.STANDING]
 
     def of(self, record: FailureRecord | Identity) -> Process | None:
-        """Return the process of a record, whose rank may be of another generation."""
+        """Return the process with a record's node and process id, as its rank may be outdated, or None."""
         return self._known.get((record.node_rank, record.pid))
 
     def at(self, place: int) -> list[Process]:
-        """Return the living processes of a place: two, where a node is back before its loss is known."""
+        """Return the living processes of an initial rank: two if its node is back before its loss is seen."""
         return [process for process in self.living.values() if process.place == place]
 
     def launcher_of(self, place: int) -> Process | None:
-        """Return the process that starts others on the node of a place; None on the server's node."""
+        """Return the launcher process on the node of an initial rank, or None; None on the server's node."""
         node = self.nodes.get(place, 0)
         for process in self.living.values() if node else ():
             is_it = process.is_launcher and process.node == node and process.is_connected
@@ -137,7 +137,7 @@ class Roster:
         return None
 
     def add(self, who: Identity, now: float, *, is_launcher: bool) -> Process:
-        """Add a process that has connected: a member if it follows no start."""
+        """Register and return a connected process: in training, or waiting if it was started later."""
         self._num_connected += 1
         process = Process(
             number=self._num_connected,
@@ -157,12 +157,12 @@ class Roster:
         return process
 
     def put_out(self, process: Process) -> None:
-        """Take a process out of the present generation."""
+        """Remove a process from the current generation, but keep it as a process of the job."""
         self.members.remove(process)
         self.outside[process.number] = process
 
     def set_members(self, members: list[Process]) -> None:
-        """Set the members of the next generation, by their ranks in it."""
+        """Set the processes of the next generation in the order of their new ranks, and assign these."""
         self.members, inside = members, set(members)
         self.outside = {n: process for n, process in self.living.items() if process not in inside}
         for rank, process in enumerate(members):
@@ -187,14 +187,14 @@ class Send:
 
 @dataclass(frozen=True)
 class End:
-    """Action of the server: close a connection, and kill its process on the server's node."""
+    """Action of the server: close the connection to a process, and kill it if it is on the server's node."""
 
     process: Process
 
 
 @dataclass(frozen=True)
 class StartProcess:
-    """Action of the server: start a process in a place, by a launcher, or on its own node if that is None."""
+    """Action of the server: have a launcher (None: this node's) start a new process for an initial rank."""
 
     launcher: Process | None
     place: int
@@ -203,14 +203,14 @@ class StartProcess:
 
 @dataclass(frozen=True)
 class Say:
-    """Action of the server: print a text for people."""
+    """Action of the server: print a text to standard error."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Accuse:
-    """Action of the server: end the job with this failure."""
+    """Action of the server: end the job with the failure `record`."""
 
     record: FailureRecord
 

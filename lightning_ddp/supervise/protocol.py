@@ -24,7 +24,7 @@ class ProtocolError(Exception):
 
 @dataclass_transform(frozen_default=True)
 class Message:
-    """Base of all messages: frozen dataclasses, found by their `kind`."""
+    """Base class of all control messages, which are frozen dataclasses, registered by their `kind`."""
 
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, Any]] = {}
@@ -46,7 +46,7 @@ Text = Annotated[str, 200]  # a text that the protocol cuts to so many character
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatus:
-    """Collectives of a rank in one process group."""
+    """Collectives that a rank has started in one process group: their number, and the last few."""
 
     name: Text
     ranks: Text  # global ranks, as `join_ranks` writes them
@@ -59,7 +59,7 @@ _NO_GROUP = GroupStatus(name="", ranks="", number=-1)
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Present activity of a rank."""
+    """What a rank is doing: its state, the awaited collective, step and hook, and its process groups."""
 
     rank: int
     state: State
@@ -75,11 +75,11 @@ class RankStatus:
     """Group, number and `is_start` of the collectives that block the rank; empty if it may continue."""
 
     def on(self, group: str | None) -> GroupStatus:
-        """Return the status of one group; its number is -1 if the rank does not know the group."""
+        """Return this rank's collectives in one group; their number is -1 if it does not know the group."""
         return next((known for known in self.groups if known.name == group), _NO_GROUP)
 
     def describe(self) -> str:
-        """Return the state as a predicate of 'rank 3'."""
+        """Return a phrase on what the rank is doing, such as 'waits in all_reduce', to follow 'rank 3'."""
         at = Where(step=self.step, phase=self.phase).in_words()
         line = f" ({self.at})" if self.at else ""
         beside = f", while a thread beside it waits in {self.label}" if self.label else ""
@@ -96,7 +96,7 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Result of comparing the statuses of all ranks."""
+    """Result of comparing what all ranks do: a sentence, a table, and the ranks that miss a collective."""
 
     sentence: str  # description of the disagreement
     table: str  # state of each rank, and for how long
@@ -108,7 +108,7 @@ class Findings:
 
 
 class Hello(Message):
-    """The first message of a connection; `is_launcher` if its sender handles `Start`."""
+    """First message of a connection: token and identity; `is_launcher` if its sender can start processes."""
 
     token: str
     identity: Identity
@@ -117,59 +117,59 @@ class Hello(Message):
 
 
 class ListRanks(Message):
-    """Request for the connected ranks: `RankList`."""
+    """Message that asks the server for the connected ranks; answered by `RankList`."""
 
 
 class DrainNode(Message):
-    """Request that a node leaves, also of a process that is no rank: `DrainNodeReply`."""
+    """Message that asks the server to have a node leave the run, from any process: see `DrainNodeReply`."""
 
     node: int
 
 
 class Failed(Message):
-    """Failure of a process; base of all messages that the server handles by `JobControl.report`."""
+    """Message that reports a failure of a process; base of those that `JobControl.report` takes."""
 
     record: FailureRecord
 
 
 class SecondaryFailure(Failed):
-    """Failure of a call that communicates, probably because another rank failed."""
+    """Message that a call that communicates has failed, probably because another rank failed."""
 
 
 class PeerDisconnected(Failed):
-    """Disappearance of a process that another one watches."""
+    """Message that a process which the sender watches, such as its parent, has disappeared."""
 
 
 class Exited(Failed):
-    """Exit of a child, reported by its launcher, with its place as rank."""
+    """Message of a launcher that a child has exited; the record has the child's initial rank."""
 
 
 class Saved(Message):
-    """Path of the checkpoint that a rank saved at the end of a failed job."""
+    """Message with the path of the checkpoint that a rank saved at the end of a failed job."""
 
     path: Annotated[str, 4000]
 
 
 class DiagnoseRequest(Message):
-    """Question where the ranks disagree about a collective: `Diagnosis`."""
+    """Message that asks the server where ranks disagree about a collective; answered by `Diagnosis`."""
 
     group: Text | None
     number: int
 
 
 class CheckOrphanedWaits(Message):
-    """Request to check whether a rank waits for what nobody will call."""
+    """Message that asks the server to look for ranks that wait for a collective nobody will call."""
 
 
 class StatusReply(Message):
-    """Answer to `StatusRequest`."""
+    """Message with what a rank is doing at the moment; answers `StatusRequest`."""
 
     number: int
     status: RankStatus
 
 
 class CollectiveFingerprint(Message):
-    """Collective, with shapes and dtypes, that a rank is about to start."""
+    """Message that announces the collective, with shapes and dtypes, that a rank is about to start."""
 
     group: Text
     ranks: Text
@@ -178,7 +178,7 @@ class CollectiveFingerprint(Message):
 
 
 class SendValue(Message):
-    """Value of JSON's types for another rank: `PeerValue`."""
+    """Message with a JSON value for another rank, to which the server forwards it as `PeerValue`."""
 
     to: int
     topic: Text
@@ -186,7 +186,7 @@ class SendValue(Message):
 
 
 class StateHashes(Message):
-    """Hashes of slices of a rank's state since its last message of this kind, by their numbers."""
+    """Message with the hashes of slices of a rank's state that are new since the last one, by number."""
 
     generation: int
     run: int
@@ -194,7 +194,7 @@ class StateHashes(Message):
 
 
 class StateValues(Message):
-    """Answer to `StateRequest`: what a rank hashed; no names if it has forgotten."""
+    """Message that answers `StateRequest`: names and hashes of what a rank hashed; empty if forgotten."""
 
     generation: int
     run: int
@@ -211,50 +211,50 @@ class StateValues(Message):
 
 
 class Failure(Message):
-    """The first failure of the job."""
+    """Message of the server that tells a process the first failure of the job."""
 
     record: FailureRecord
 
 
 class RankList(Message):
-    """Answer to `ListRanks`."""
+    """Message with the connected ranks; answers `ListRanks`."""
 
     ranks: tuple[int, ...]
 
 
 class DrainNodeReply(Message):
-    """Answer to `DrainNode`: the ranks that leave, or the reason why none does."""
+    """Message that answers `DrainNode`: the ranks that leave, or the reason why none does."""
 
     ranks: tuple[int, ...]
     why: Text | None
 
 
 class Closing(Message):
-    """Notice that the server's process exits without a failure."""
+    """Message of the server that its process exits without a failure."""
 
 
 class Start(Message):
-    """Request to the launcher of another node to start process `number` in the slot of a lost one."""
+    """Message that asks another node's launcher to start replacement `number` of a lost rank's process."""
 
     slot: int
     number: int
 
 
 class StatusRequest(Message):
-    """Question what a rank does: `StatusReply`."""
+    """Message that asks a rank what it is doing; answered by `StatusReply`."""
 
     number: int
 
 
 class CollectiveApproved(Message):
-    """Permission to start a collective, as all ranks of the group are about to."""
+    """Message that permits a rank to start a collective, as all ranks of the group have announced it."""
 
     group: Text
     number: int
 
 
 class Diagnosis(Message):
-    """Answer where the ranks disagree about a collective."""
+    """Message that tells a rank where the ranks disagree about a collective."""
 
     group: Text | None
     number: int
@@ -262,13 +262,13 @@ class Diagnosis(Message):
 
 
 class StateRequest(Message):
-    """Question what a rank has hashed at a number: `StateValues`."""
+    """Message that asks a rank for the details of its hash with this number; answered by `StateValues`."""
 
     number: int
 
 
 class PeerValue(Message):
-    """Value of another rank."""
+    """Message with a JSON value that another rank has sent to this one by `SendValue`."""
 
     sender: int
     topic: Text

@@ -34,7 +34,7 @@ _UNINTERRUPTED = _STOPPED | {RankPhase.FINISHED, RankPhase.FAILED, RankPhase.END
 
 
 class Passage(Enum):
-    """Action of a rank at a boundary."""
+    """What a rank is to do at a step boundary: go on, wait, or stop for some ranks' change or for all."""
 
     GO = auto()  # it passes
     WAIT = auto()  # it waits for the next order
@@ -43,7 +43,7 @@ class Passage(Enum):
 
 
 class RankState:
-    """A process's side of `JobState`. Not thread-safe: whoever shares it has a lock.
+    """A process's own state in the job, and its last order from the server. Not thread-safe: use a lock.
 
     Its `place` is its rank in the first generation; `is_new` if it is in the place of a lost one.
     """
@@ -71,7 +71,7 @@ class RankState:
     # ------------------------------------------------------------------ the thread of the channel
 
     def hear(self, order: Order) -> PeerFailure | None:
-        """Take in an order; return the error with which the main thread is to be stopped, if it is."""
+        """Store an order of the server; return the error that is to interrupt the main thread, or None."""
         if order.number <= self.order.number:
             return None
         was_called = self.is_called
@@ -81,7 +81,7 @@ class RankState:
         return self.error if self.is_called and not was_called else None
 
     def news(self, where: Callable[[], Where], *, is_due: bool = False) -> Report | None:
-        """Return the report to send: all facts, if one of them has changed, or it is time."""
+        """Return the report to send to the server if a fact has changed or it `is_due`, else None."""
         known = self._know()
         if known == self._known and not is_due:
             return None
@@ -92,11 +92,11 @@ class RankState:
         return Report(number=self._num_reports, heard=heard, position=position, where=where(), **facts)
 
     def say_again(self) -> None:
-        """Have the last report repeated, as its answer is needed soon."""
+        """Make `news` return a report at the next call, as the server's answer is needed soon."""
         self._known = None
 
     def _know(self) -> object:
-        """Return the facts that are news: the position only under HOLD, no order that asks for nothing."""
+        """Return the facts whose change calls for a report; the position counts only under the task HOLD."""
         heard = 0 if self.task in (Task.WAIT, Task.RUN) else self.order.number
         position = self.position if self.task is Task.HOLD else -1
         return heard, position, *(getattr(self, name) for name in _FACTS)
@@ -109,23 +109,23 @@ class RankState:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks of the run have been connected."""
+        """True once all ranks of the job have connected to the control server."""
         return self.order is not NO_ORDER and (self._is_new or self.task is not Task.WAIT)
 
     @property
     def is_called(self) -> bool:
-        """True if the main thread has to stop, as a rank is lost."""
+        """True if the main thread has to be interrupted for a recovery, as a rank is lost."""
         return self.task is Task.RECOVER and self.phase not in _UNINTERRUPTED
 
     @property
     def error(self) -> PeerFailure | None:
-        """Error that stops the main thread, from a call until the generation that it leads to."""
+        """`PeerFailure` with which a recovery interrupts the main thread; None if no recovery is ordered."""
         record = self.order.record
         return record.to_error(self.rank) if record is not None and self.task is Task.RECOVER else None
 
     @property
     def is_entering(self) -> bool:
-        """True in a generation without its state: others may fail to get into it, too."""
+        """True while this process enters a generation whose state it lacks; others may fail to enter, too."""
         return self.phase is RankPhase.ENTERING
 
     @property
@@ -134,15 +134,15 @@ class RankState:
 
     @property
     def is_released(self) -> bool:
-        """True if this process is to end with code 0."""
+        """True if the server has ordered this process to exit with code 0."""
         return self.task is Task.LEAVE
 
     def has_ended_everywhere(self) -> bool:
-        """Return True if this process has ended its run, and all members have."""
+        """Return True if this process and all other ranks have ended the current run."""
         return self.order.all_ended >= self.ended == self.begun
 
     def goes_on_without(self, place: int) -> bool:
-        """Return True if the last generation that was heard of has nobody in a place."""
+        """Return True if the latest known generation has no process for the initial rank `place`."""
         return self.members is not None and place not in self.members
 
     # ------------------------------------------------------------------ runs
@@ -158,22 +158,22 @@ class RankState:
             self.phase = RankPhase.IDLE
 
     def fail(self, why: str | None) -> None:
-        """Note that this process ends because of a failure, and why the others need it, if they do."""
+        """Set the phase to failed; `why` says that the others cannot continue without this process, if so."""
         if self.phase is not RankPhase.ENDED:
             self.phase, self.why = RankPhase.FAILED, why
 
     def leave(self) -> None:
-        """Leave the job: the end of this process is no failure from now on."""
+        """Set the phase to ended, so that the exit of this process is no failure from now on."""
         self.phase = RankPhase.ENDED
 
     # ------------------------------------------------------------------ boundaries
 
     def begin_fit(self) -> None:
-        """Begin a fit, in which boundaries have places; all ranks have passed equally many."""
+        """Count the step boundaries of a fit from here; all ranks must have passed equally many before."""
         self._base = self.position
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
-        """Set how many boundaries of the fit lie before the one that comes next.
+        """Set how many step boundaries of the fit come before the next one, and whether ranks may join there.
 
         Where ranks are lost some take a step again and others do not, and new ones have taken none: nobody
         can count what it has passed, and all give the same boundary the same number.
@@ -181,7 +181,7 @@ class RankState:
         self.position, self.may_meet = self._base + number, may_meet
 
     def look(self) -> Passage:
-        """Return what the main thread does at a boundary; it looks again while it waits."""
+        """Return what the main thread is to do at a step boundary, and count it if passed; repeat on WAIT."""
         order = self.order
         match self.task:
             case Task.MEET if self.position >= order.position and self.may_meet:
@@ -197,12 +197,12 @@ class RankState:
     # ------------------------------------------------------------------ leaving
 
     def ask(self, wish: Wish) -> None:
-        """Note what a signal asks of this process. Also in a signal handler."""
+        """Record what a signal requests, to leave or to stop, for the next report. Safe in a handler."""
         if self.wish is None or wish.kind is WishKind.STOP:
             self.wish = wish
 
     def end_boundaries(self) -> None:
-        """Note that ranks meet at no boundary any more in this fit: if this one was to leave, all stop."""
+        """Allow no rank to join or leave in this fit any more; a request to leave becomes one to stop all."""
         self.may_meet = False
         if self.wish is not None and self.wish.kind is not WishKind.STOP:
             self.wish = Wish(WishKind.STOP, self.wish.signal)
@@ -210,11 +210,11 @@ class RankState:
     # ------------------------------------------------------------------ generations
 
     def stand(self) -> None:
-        """Note that this process has no state yet, and is ready to be let in; does not block."""
+        """Set the phase to waiting for admission, as this process has no training state; does not block."""
         self.phase, self.progress, self.rank = RankPhase.STANDING, None, self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Note that the main thread has stopped, at the boundary where all meet if `has_met`.
+        """Set the phase to stopped, or to stopped at the agreed step boundary if `has_met`.
 
         It commits nothing until it enters another generation.
         """
@@ -225,12 +225,12 @@ class RankState:
             self.phase, self.progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
 
     def answer(self, progress: Progress) -> None:
-        """Set where this process has stopped: the same until it enters another generation."""
+        """Set how far this process had trained when it stopped; fixed until it enters another generation."""
         if self.progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
             self.progress = progress
 
     def enter_next(self) -> NewGeneration | None:
-        """Enter and return the generation that this process is to enter, if any; it has stopped before."""
+        """Enter and return the generation that the server orders this stopped process into, if any."""
         new = self.order.generation if self.task is Task.ENTER else None
         if new is None or self.place not in new.members or new.number <= self.generation:
             return None
@@ -240,7 +240,7 @@ class RankState:
         return new
 
     def settle(self) -> None:
-        """Note that this process has the state of its generation; raise if another rank is lost already."""
+        """Set the phase to running with the generation's state; raise if another rank is lost already."""
         if self.is_called and self.error is not None:
             raise self.error
         self.state_of, self.phase = self.generation, RankPhase.RUNNING

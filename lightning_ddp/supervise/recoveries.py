@@ -19,7 +19,7 @@ _OWN_SIGNALS = frozenset(
 
 
 class Recoveries:
-    """The recoveries of a job: `most` at most without `STEPS_TO_FORGET` optimizer steps between them."""
+    """Counter of recoveries: allows `most` without `STEPS_TO_FORGET` optimizer steps between them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -30,7 +30,7 @@ class Recoveries:
     def count(
         self, members: Iterable[Progress], lost: Iterable[FailureRecord], *, is_new: bool
     ) -> str | None:
-        """Count a recovery, and return why the job cannot continue; None if it can.
+        """Count a recovery; return the reason why the job cannot continue, or None if it can.
 
         Args:
             members: progress of those that stay.
@@ -69,7 +69,7 @@ class Recoveries:
 
 
 def _step_of(members: Iterable[Progress]) -> int:
-    """Return the last step of which there is a whole state; -1 for none."""
+    """Return the last step of which some rank has a consistent state; -1 for none."""
     return max((progress.step for progress in members if progress.is_clean), default=-1)
 
 
@@ -81,7 +81,7 @@ def new_generation(
     parted: Collection[int] = (),
     **more: Any,
 ) -> NewGeneration:
-    """Return the generation of those that stay and those that join: the largest committed step wins.
+    """Return the next generation, of ranks that stay and join; the largest committed step wins.
 
     Args:
         staying: place -> progress of that member; one has a whole state.
@@ -106,7 +106,7 @@ def new_generation(
 
 
 def own_failure(record: FailureRecord) -> str | None:
-    """Return how a process has failed by its own doing; None where it may be by chance, from outside.
+    """Return the exception or exit code of a process that failed by itself; None if from outside.
 
     >>> own_failure(FailureRecord(rank=1, message="", exit_code=3))
     'exit code 3'

@@ -23,7 +23,7 @@ _PAGE = "lightning_ddp/docs/guides/replica-check.md"
 
 @dataclass(frozen=True)
 class Difference:
-    """Ranks whose state is not that of the others."""
+    """Result of comparing replicas: which ranks differ from the majority, and a text on where."""
 
     ranks: tuple[int, ...]  # ranks that are not in the majority; all if there is none
     has_majority: bool
@@ -39,7 +39,7 @@ class _Question:
 
 
 class ReplicaComparison:
-    """Comparison of the ranks of one generation, in one run."""
+    """Comparison of the state hashes that the ranks of one generation report in one run."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = sorted(ranks)
@@ -48,7 +48,7 @@ class ReplicaComparison:
         self._question: _Question | None = None
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
-        """Handle a message of a rank; return messages to send."""
+        """Process hashes from a rank; return messages that ask all ranks for details if hashes differ."""
         match message:
             case protocol.StateHashes(run=run, hashes=hashes):
                 if run > self._run:
@@ -77,11 +77,11 @@ class ReplicaComparison:
         return []
 
     def deadline(self) -> float | None:
-        """Return when to call `due` at the latest."""
+        """Return the time at which `due` is to be called at the latest; None if nothing is pending."""
         return self._question.deadline if self._question is not None else None
 
     def due(self, now: float) -> Difference | None:
-        """Return a difference once all have answered, or it is too late; its ranks are not compared again."""
+        """Return how replicas differ once all have answered or time is up; drop the differing ranks."""
         question = self._question
         if question is None or (now < question.deadline and len(question.answers) < len(self._ranks)):
             return None
@@ -93,7 +93,7 @@ class ReplicaComparison:
 
 
 def _explain(answers: Mapping[int, protocol.StateValues]) -> Difference | None:
-    """Return the difference that the answers of some ranks show; None if they show none."""
+    """Return how the answers of ranks about their state differ, with a text; None if they are equal."""
     states = {rank: dict(zip(each.names, each.values, strict=False)) for rank, each in answers.items()}
     ranks = list(states)
     parted = [ranks[position] for position in minority(str(state) for state in states.values())]
@@ -125,7 +125,7 @@ def _explain(answers: Mapping[int, protocol.StateValues]) -> Difference | None:
 
 
 def minority(values: Iterable[Hashable]) -> list[int]:
-    """Return the positions whose value is not that of more than half of all; all if no value is.
+    """Return the indices of values that are not the majority's; all indices if there is no majority.
 
     >>> minority("aabaa"), minority("aaaa"), minority("ab"), minority("")
     ([2], [], [0, 1], [])

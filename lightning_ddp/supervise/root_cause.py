@@ -11,7 +11,7 @@ ECHO_WAIT_S = 2.0  # seconds that a lost connection waits for the failure behind
 
 
 class RootCauseTracker:
-    """Decides which failure was first.
+    """Decision on which of the reported failures of a job was the first (the root cause).
 
     A process that dies takes others along: their connections to it break, and they report that too, often
     sooner. So a broken connection and a process that vanished wait a moment for a better explanation; an
@@ -24,7 +24,7 @@ class RootCauseTracker:
         self._echoes: list[tuple[float, FailureRecord]] = []
 
     def accuse(self, record: FailureRecord) -> None:
-        """Take a failure that explains itself: an exception of user code, or a process with its exit code."""
+        """Take a failure as the first, as it explains itself: an exception of user code, or an exit code."""
         if self.first is not None:
             return
         self.first = record
@@ -33,7 +33,7 @@ class RootCauseTracker:
             self._vanished[_key(record)] = deadline, record  # the next, if the others go on without that one
 
     def vanished(self, record: FailureRecord, now: float) -> None:
-        """Note a process whose connection closed without a word."""
+        """Record that a process's connection closed without a report; its exit code may follow."""
         known = self._vanished.get(_key(record))
         if known is None:
             self._vanished[_key(record)] = (now + EXIT_WAIT_S, record)
@@ -41,11 +41,11 @@ class RootCauseTracker:
             self.accuse(known[1])
 
     def echo(self, record: FailureRecord, now: float) -> None:
-        """Note an exception that is usually the consequence of a failure elsewhere: a lost connection."""
+        """Record an error of a lost connection, which is usually the consequence of another failure."""
         self._echoes.append((now + ECHO_WAIT_S, record))
 
     def exited(self, record: FailureRecord, now: float) -> None:
-        """Note the end of a child without success, with its exit code."""
+        """Record a child's failing exit code; it is the first failure if its connection has closed."""
         if self.first is not None or record.exit_code is None:
             return
         if any(_key(echo) == _key(record) for echo in self.echoes):
@@ -57,7 +57,7 @@ class RootCauseTracker:
             self.vanished(record, now)
 
     def decide(self, now: float) -> FailureRecord | None:
-        """Return the first failure, as soon as it is certain."""
+        """Return the first failure if it is certain, as no better explanation is to come; else None."""
         deadline = self.deadline()
         if deadline is not None and deadline <= now:
             named = list(self._vanished.values()) or self._echoes
@@ -69,17 +69,17 @@ class RootCauseTracker:
         return [record for _, record in self._echoes]
 
     def set_aside(self, record: FailureRecord) -> None:
-        """Forget the failures of a process without which the others continue."""
+        """Forget the first failure and all others of its process, as the job continues without that."""
         self.first = None
         self._vanished.pop(_key(record), None)
         self._echoes = [echo for echo in self._echoes if _key(echo[1]) != _key(record)]
 
     def deadline(self) -> float | None:
-        """Return when to decide at the latest; None if nothing is pending."""
+        """Return the time at which `decide` is to be called at the latest; None if nothing is pending."""
         waiting = [*self._vanished.values(), *self._echoes]
         return min((deadline for deadline, _ in waiting), default=None) if self.first is None else None
 
 
 def _key(record: FailureRecord) -> object:
-    """Return what identifies a process: its rank may be that of an earlier generation."""
+    """Return a key of a failure's process: node and process id, as its rank may be outdated."""
     return record.rank if record.pid is None else (record.node_rank, record.pid)

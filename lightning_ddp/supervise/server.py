@@ -23,7 +23,7 @@ _log = logging.getLogger("lightning_ddp")
 
 
 class ControlServer:
-    """Listens for the processes of a job, and sends all of them the first failure.
+    """Server thread to which all processes of a job connect; it tells all of them the first failure.
 
     Args:
         address: name or address of this host; its interface is bound.
@@ -69,7 +69,7 @@ class ControlServer:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """The first failure of the job, once it is certain, with the checkpoint that was saved then."""
+        """Record of the job's first failure with the path of the checkpoint saved after it; None before."""
         return self._control.first_failure
 
     @property
@@ -82,35 +82,35 @@ class ControlServer:
 
     @property
     def goes_on(self) -> bool:
-        """True if the job continues without ranks that it loses, so that each exit is reported."""
+        """True if the job continues without lost ranks, so that each exit has to be reported."""
         return self._job.goes_on
 
     def knows(self, who: Identity) -> bool:
-        """Return whether a process, known by its node and process id, has connected."""
+        """Return True if the process with a node and process id has connected to the server."""
         return self._job.roster.of(who) is not None
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
-        """Wait up to `timeout_s` seconds for the first failure to be certain; return it, or None."""
+        """Wait up to `timeout_s` seconds until the job's first failure is certain; return it, or None."""
         self._decided.wait(timeout_s)
         return self.first_failure
 
     def goes_on_without(self, slot: int) -> bool:
-        """Return True if the present generation has no member in a slot."""
+        """Return True if the job goes on after losses, now without a process for the initial rank `slot`."""
         return self.goes_on and all(member.place != slot for member in self._job.roster.members)
 
     def tell(self, message: Message) -> None:
-        """Handle a message of this very process, as if a peer had sent it. Thread-safe."""
+        """Pass a failure report from this very process to the server's thread. Thread-safe."""
         self._injected.append(message)
         self._connections.wake()
 
     def close(self) -> None:
-        """Tell all processes that this is no failure, end the thread, and free the port."""
+        """Tell all processes that the server ends without a failure, end its thread, and free the port."""
         self._is_closed = True
         self._connections.wake()
         self._thread.join(timeout=5)
 
     def close_sockets(self) -> None:
-        """Close all sockets, also in a process that was forked."""
+        """Close all sockets of the server; also called in a forked process, for its inherited copies."""
         self._connections.close()
 
     # ------------------------------------------------------------------ the thread

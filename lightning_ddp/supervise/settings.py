@@ -116,18 +116,18 @@ class HealReplicas(ReplicaCheckSettings):
 
 
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
-    """Parse the argument `on_failure`; None if a failure ends the run."""
+    """Return the settings that the argument `on_failure` gives; None if a failure ends the run."""
     kinds = {"stop": None, "shrink": RecoverySettings, "replace": ReplaceSettings}
     return _parse("on_failure", spec, kinds)
 
 
 def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | None:
-    """Parse the argument `on_preemption`; None if a signal stops all ranks."""
+    """Return the settings that the argument `on_preemption` gives; None if a signal stops all ranks."""
     return _parse("on_preemption", spec, {"stop": None, "leave": PreemptionSettings})
 
 
 def parse_replica_check(spec: str | Mapping[str, Any]) -> ReplicaCheckSettings | None:
-    """Parse the argument `replica_check`; None if nothing is compared."""
+    """Return the settings that the argument `replica_check` gives; None if nothing is compared."""
     kinds = {"off": None, "warn": ReplicaCheckSettings, "stop": StopIfReplicasDiffer, "heal": HealReplicas}
     return _parse("replica_check", spec, kinds)
 

@@ -33,33 +33,33 @@ class Slot:
         return self.opens_at is not None and self.opens_at <= now
 
     def lost(self, step: int, now: float) -> None:
-        """Note that a member is lost, and has ended, after `step` steps are committed."""
+        """Record that this rank's process was lost at committed step `step`, and plan its replacement."""
         is_soon = self.joined_at is not None and step - self.joined_at < STEPS_TO_FORGET
         self.ended(now, is_failure=is_soon)
 
     def ended(self, now: float, *, is_failure: bool = True) -> None:
-        """Note that a process has ended; start the next one at once, or later with each failure in a row."""
+        """Plan the next start, as this rank's process has ended: at once, or later with each failure."""
         self.num_failed = self.num_failed + 1 if is_failure else 0
         self.is_awaited, self.joined_at = False, None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
         self.opens_at = now + (delay_s if self.num_failed else 0.0)
 
     def close(self) -> None:
-        """Start no process, as the present one is to end."""
+        """Cancel the planned start of a new process for this rank."""
         self.is_awaited, self.opens_at = False, None
 
     def joined(self, step: int) -> None:
-        """Note that a process is a member from a step on."""
+        """Record that this rank's new process trains from committed step `step` on."""
         self.close()
         self.joined_at = step
 
     def stands_again(self) -> None:
-        """Note that a process that was to be a member did not get its state, and may yet."""
+        """Record that this rank's new process did not get the training state, and waits to join again."""
         self.is_awaited, self.joined_at = True, None
 
 
 class Slots:
-    """The slots of a job by their places.
+    """The slots of a job, one for each initial rank: when a new process is to be started in each.
 
     Args:
         most: most starts in a slot without `STEPS_TO_FORGET` steps in between; None to start no process.
@@ -73,7 +73,7 @@ class Slots:
         return self._slots[place]
 
     def reopen(self, node: int, now: float) -> None:
-        """Have processes started in all empty slots of a node, whose launcher has come or gone.
+        """Plan new processes for all vacant ranks of a node whose launcher has connected or gone.
 
         Also where that was given up, or asked of another launcher. The slot of a lost member is empty once
         the next generation is formed: `Slot.lost`.
@@ -87,7 +87,7 @@ class Slots:
                     slot.num_failed, slot.opens_at = 0, now
 
     def may_come(self, who: Identity, *, is_launcher: bool) -> bool:
-        """Return True if a new process was asked for, or is the launcher of a node that is back.
+        """Return True if a connecting process was requested, or is the launcher of a node that is back.
 
         The latter waits if it comes before the loss of its node is known.
         """
@@ -98,7 +98,7 @@ class Slots:
         return self[who.rank].awaits(who.start) or (is_launcher and who.node_rank != 0)
 
     def ready(self, now: float) -> list[Process]:
-        """Return the processes that stand before their first step in slots that are empty and open."""
+        """Return the new processes that may join now: ready, connected, and alone in their rank's slot."""
         return [
             process
             for process in self._roster.standing
@@ -110,7 +110,7 @@ class Slots:
         ]
 
     def due(self, now: float) -> list[StartProcess]:
-        """Return the processes to start now, and again after a while, in case that a request was lost."""
+        """Return requests to start new processes now, or again if an earlier request may have been lost."""
         if self._most is None:
             return []
         for process in self._roster.standing:  # whom nobody was asked to start
@@ -128,7 +128,7 @@ class Slots:
         return found
 
     def deadline(self) -> float | None:
-        """Return when `due` or `ready` next has an answer; None for never."""
+        """Return the time at which `due` or `ready` next finds a process; None for never."""
         found = []
         for place, slot in self._slots.items() if self._most is not None else ():
             there = self._roster.at(place)
@@ -141,6 +141,6 @@ class Slots:
         return min(found, default=None)
 
     def _may_start(self, place: int) -> bool:
-        """Return True if a place is empty, and somebody starts processes on its node."""
+        """Return True if an initial rank has no living process, and its node has a launcher to start one."""
         is_here = self._roster.nodes.get(place, 0) == 0
         return (is_here or self._roster.launcher_of(place) is not None) and not self._roster.at(place)

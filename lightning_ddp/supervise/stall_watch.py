@@ -15,13 +15,13 @@ _REPORTS_A_S = 64  # reports per second of all ranks together: each costs the se
 
 
 def silent(identity: Identity, timeout_s: float) -> FailureRecord:
-    """Return the failure of a process that does not even answer."""
+    """Return the failure record of a process that has sent nothing for `timeout_s` seconds."""
     why = "it is stopped (SIGSTOP), swapped out, or holds its interpreter"
     return FailureRecord.of_identity(identity, f"the process has not answered for {timeout_s:g} s: {why}")
 
 
 class StallWatch:
-    """Looks now and then for a rank that is silent, or makes no progress and waits for nobody.
+    """Detector of ranks that send no reports, or make no progress though they wait for no other rank.
 
     A rank has stalled after `timeout_s` seconds without progress; None for no limit.
     """
@@ -36,16 +36,16 @@ class StallWatch:
         self._looked_at = 0.0
 
     def begin(self, now: float) -> None:
-        """Begin, or begin anew: nothing that was, or was not, before counts."""
+        """Start the detector, or restart it: silence and lack of progress before `now` do not count."""
         self._since = self._looked_at = now
 
     def next_look(self) -> float | None:
-        """Return when to call `find` again; None for never."""
+        """Return the time at which `find` is to be called again; None for never."""
         is_on = self.interval_s is not None and self._since is not None
         return self._looked_at + (self.interval_s or 0.0) if is_on else None
 
     def find(self, members: Iterable[Process], now: float) -> tuple[Process, FailureRecord] | None:
-        """Return a member that has stalled, and its failure."""
+        """Return the process of a rank that has stalled with its failure record, or None."""
         next_look = self.next_look()
         if next_look is None or self.interval_s is None or self._since is None or now < next_look:
             return None

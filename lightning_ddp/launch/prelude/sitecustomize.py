@@ -9,13 +9,13 @@ _USUAL = gc.get_threshold()
 
 
 def restore() -> None:
-    """Give the collector its thresholds back, unless somebody has set others meanwhile."""
+    """Restore the usual garbage collection thresholds, unless somebody has set others meanwhile."""
     if gc.get_threshold() == _RARE:
         gc.set_threshold(*_USUAL)
 
 
 def _leave_search_path() -> None:
-    """Let this process, and those that it starts, find modules as if this folder had never been there."""
+    """Remove this folder from the module search path of this process and of those that it starts."""
     folder = os.path.dirname(__file__)
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     first, _, rest = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
