@@ -166,7 +166,7 @@ def launcher_pid() -> int | None:
 
 
 def guarded_by() -> int:
-    """Return the process id of the launcher whose guard watches this process; its own if none did."""
+    """Return the process id of the launcher whose guard watches this process; its own if not launched."""
     by_function = multiprocessing.parent_process()
     launcher = None if _origin is None else _origin.launcher
     if launcher is not None and by_function is not None:

@@ -41,7 +41,7 @@ class Run:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run a program; end as its rank 0 does, by exit code or signal. Return in ranks only."""
+        """Run a program in forked ranks; end as its rank 0 does (exit code or signal). Return 2 on errors."""
         if not args.program or sys.platform != "linux":
             why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux only"
             print(f"error: python -m lightning_ddp run: {why}", file=sys.stderr)

@@ -195,7 +195,7 @@ def variables_by_hand(nodes: Nodes, engines: list[str]) -> dict[str, str]:
 
 
 def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[int, int]:
-    """Return the numbers of nodes and of devices per node: the engine's, where the script gives none.
+    """Return the numbers of nodes and of devices per node: the cluster's, where the script gives none.
 
     Sets `MASTER_ADDR`, `MASTER_PORT` and `NODE_RANK` of this process, as for a node started by hand, and
     removes variables that count pods as ranks.

@@ -179,7 +179,7 @@ class FailureHandler:
     def connect(
         self, server: ServerAddress, identity: Identity, settings: SupervisionSettings, parent_pid: int | None
     ) -> None:
-        """Connect to the control server, and start supervision; `parent_pid` is the job's parent process."""
+        """Connect to the control server, and start supervision; `parent_pid` is what started this process."""
         self._settings = self.end_limit.settings = settings
         self._parent_pid = parent_pid
         parent = None
@@ -374,7 +374,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ step boundaries and signals
 
     def reached_step_boundary(self) -> Passage:
-        """Pass a step boundary, or return how this rank stops there."""
+        """Pass a step boundary, waiting if ordered; return whether this rank goes on, or how it stops."""
         self.interrupt.check()
         self.interrupt.activity.advance()
         if self.watch is None:
@@ -542,7 +542,7 @@ class FailureHandler:
             self._interrupt_main(error)
 
     def _gloo_failed(self) -> None:
-        """Interrupt the main thread for a mismatch or lost connection. In gloo's thread, which then exits."""
+        """Interrupt the main thread for a mismatch or lost connection, as gloo's thread ends the process."""
         with suppress(PeerFailure):
             self._device_failed(self.inspector.mismatch())
         time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process

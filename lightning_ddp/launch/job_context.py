@@ -109,7 +109,7 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
-        """Make this process its node's launcher; with a `link` the supervisor starts the others instead.
+        """Make this process its node's launcher; with a `link` the supervisor starts the ranks instead.
 
         Sets `variables` in the environment until the job ends.
         """
@@ -267,7 +267,7 @@ class JobContext:
 def waiting(
     environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
 ) -> Generator[None, None, None]:
-    """Return a context for waiting: after 5 s a node's first process prints so; signals end it at once.
+    """Return a context for waiting: after 5 s one process per node prints so; signals end the process.
 
     Args:
         what: what is awaited, for people. Thread-safe.
@@ -467,7 +467,7 @@ def job_context() -> JobContext:
 
 
 def end_job(error: BaseException | None) -> BaseException | None:
-    """End the current job (of Hydra), with `error` if it raised, if launched here; return its exception."""
+    """End the job (of Hydra) that this process launched, if any; return the job's failure, or `error`."""
     global _context
     ended = _context
     if ended is None or ended.is_inherited or not ended.children.are_of_this_process:

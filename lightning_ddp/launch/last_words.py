@@ -82,7 +82,7 @@ def _end_after(limit_s: float) -> None:
 
 
 def _standard_error() -> Any:
-    """Return a standard error, as file or descriptor, to which C code can write."""
+    """Return standard error as a stream, or its descriptor, to which C code can write."""
     for stream in (sys.stderr, sys.__stderr__):
         with suppress(AttributeError, OSError, ValueError):
             stream.fileno()  # type: ignore[union-attr]

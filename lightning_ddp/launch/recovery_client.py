@@ -45,7 +45,7 @@ class RecoveryClient:
         self._changed = threading.Event()
 
     def on_order(self, error: PeerFailure | None) -> None:
-        """Interrupt the main thread by `error`, if an order brings one. In the channel's thread, locked."""
+        """Interrupt the main thread by `error` if an order has one. In the receiving thread, lock held."""
         if error is not None:
             self.error = error
             if self._timed_in != self.state.state_of:
@@ -58,7 +58,7 @@ class RecoveryClient:
     # ------------------------------------------------------------------ the main thread
 
     def defer(self, is_deferred: bool) -> None:
-        """Defer interruptions of the main thread, from a backward's end to a boundary, or allow them."""
+        """Defer interruptions of the main thread, from a backward's end to a step boundary, or allow them."""
         self._alarm.defer(is_deferred)
 
     def wait_for_call(self, within_s: float) -> bool:
@@ -134,7 +134,7 @@ class RecoveryClient:
         self._watch.update(RankState.end_boundaries)
 
     def meet(self) -> None:
-        """Record the time at which this process reached the boundary where ranks join or leave."""
+        """Record the time at which this process reached the step boundary where ranks join or leave."""
         self.heard_at = time.monotonic()
 
     def settle(self) -> None:

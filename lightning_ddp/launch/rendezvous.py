@@ -160,7 +160,7 @@ class Rendezvous:
 
     @property
     def where(self) -> str | None:
-        """Address `host:port/run` of the launcher's store; None if no launcher of this package ran."""
+        """Address `host:port/run` of the launcher's store; None if no launcher of this package started it."""
         return os.environ.get(STORE_VARIABLE) or self.handed.get(STORE_VARIABLE)
 
     @property

@@ -249,7 +249,7 @@ class JobHost(LocalProcesses):
         return self._zygote.start(start, {} if job is None else {job: job})
 
     def _ended(self, record: FailureRecord) -> None:
-        """Report the exit of a rank of this node to the control server, or to rank 0 if that has it not."""
+        """Report the exit of a rank of this node to the control server, or to rank 0 if it is elsewhere."""
         server = self._server
         if server is None:
             self.tell_first(0, record)

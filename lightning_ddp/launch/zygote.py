@@ -75,7 +75,7 @@ class Zygote:
         self._lock = threading.Lock()
 
     def start(self, start: Start, files: Mapping[int, int]) -> Fork:
-        """Have a rank forked with `files` (number there -> here) and return it; raise `OSError` on error."""
+        """Have the zygote fork a rank with `files` (number there -> here); return it or raise `OSError`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
             send(self._requests, (start, list(files)), [theirs.fileno(), *files.values()])

@@ -133,7 +133,7 @@ class ControlClient:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks of the job have connected."""
+        """True if all ranks of the job have connected to the control server."""
         return self.state.has_met
 
     @property

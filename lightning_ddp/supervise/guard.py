@@ -65,7 +65,7 @@ class Guard:
 
 
 def tell_guard(of: int, rank: int, is_aware: bool | None, limit_s: float = inf, report: str = "") -> None:
-    """Tell the guard of launcher `of`, if any, that this process has joined (None), or knows of a failure.
+    """Tell launcher `of`'s guard process, if any, that this one has joined (None), or knows of a failure.
 
     An aware process ends by itself, and in `limit_s` seconds all others have to be aware; False takes that
     back. The first report counts, unless another one comes without a limit.

@@ -50,7 +50,7 @@ class LocalProcesses:
 
 
 class JobControl:
-    """Decisions of the control server about a job: handles messages and lost connections, finds the failure.
+    """Decision logic of the control server for a job: which failure was first, and which ranks continue.
 
     Args:
         token: secret of the job.
@@ -105,7 +105,7 @@ class JobControl:
     # ------------------------------------------------------------------ messages
 
     def hear(self, peer: Peer, message: Message, now: float) -> None:
-        """Process a message; raise `ProtocolError` if its connection is to be closed because of it."""
+        """Act on a peer's message: admit it, update the job, answer; raise `ProtocolError` to hang up."""
         if peer.identity is None:
             self._greet(peer, message, now)
             return

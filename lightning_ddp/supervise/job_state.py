@@ -427,7 +427,7 @@ class JobState:
             self._resume(now)
 
     def _void(self, process: Process, now: float) -> None:
-        """Start another recovery, as a rank stopped while the next generation was formed; give up in time."""
+        """Start another recovery, as a rank stopped while a generation was formed; end the job after many."""
         self._voids.append(now)
         cause = process.failure("it could not connect to the other ranks")
         if len(self._voids) >= _MOST_VOIDS and now - self._voids[0] >= _MEETS_WITHIN_S:
@@ -474,7 +474,7 @@ class JobState:
                 self._release(process, now)
 
     def _lose_late(self, now: float) -> None:
-        """Remove ranks that have not followed an order in time; fail the job if that was a signal's stop."""
+        """Remove ranks that ignore an order for too long; fail the job if they do not stop for a signal."""
         if self._stops_by is not None and now >= self._stops_by:
             self._stops_by = None
             late = [process for process in self.roster.remaining if process.is_active]

@@ -36,7 +36,7 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Incremental decoder of one connection's bytes into messages, of limited length before its hello."""
+    """Incremental decoder of one connection's bytes into messages; before its hello the limit is less."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes

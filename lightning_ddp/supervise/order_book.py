@@ -63,7 +63,7 @@ class CurrentPhase:
             self.awaited.add(process)
 
     def deadline(self) -> float | None:
-        """Return the time at which `late` may find a process; None if no process can be late."""
+        """Return the time at which a process may be too late in following an order; None if none can be."""
         return self._look_at if self.awaited and self.name not in _UNLIMITED else None
 
     def late(self, now: float) -> list[Process]:

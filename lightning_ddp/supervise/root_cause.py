@@ -11,7 +11,7 @@ ECHO_WAIT_S = 2.0  # seconds that a lost connection waits for the failure behind
 
 
 class RootCauseTracker:
-    """Decision on which of the reported failures of a job was the first (the root cause).
+    """Tracker that decides which of a job's reported failures was the first (the root cause).
 
     A process that dies takes others along: their connections to it break, and they report that too, often
     sooner. So a broken connection and a process that vanished wait a moment for a better explanation; an

@@ -80,7 +80,7 @@ class PreemptionSettings:
 
     @property
     def number(self) -> int:
-        """Number of the signal."""
+        """Number of the signal at which a process leaves the run."""
         return int(getattr(signals, self.signal))
 
 
