@@ -96,7 +96,7 @@ class RankState:
         self._known = None
 
     def _know(self) -> object:
-        """Return the facts whose change calls for a report; the position counts only under the task HOLD."""
+        """Return the facts whose change calls for a report: position if HOLD, orders but WAIT and RUN."""
         heard = 0 if self.task in (Task.WAIT, Task.RUN) else self.order.number
         position = self.position if self.task is Task.HOLD else -1
         return heard, position, *(getattr(self, name) for name in _FACTS)
