@@ -361,7 +361,7 @@ def end_after_teardown(trainer: Trainer) -> None:
 
 
 def end_silently(trainer: Trainer) -> None:
-    """Call a Trainer's teardown hooks and tear it down, as Lightning does for the error of `silent_end`."""
+    """Call teardown hooks and tear a Trainer down as Lightning does for `silent_end`, outside its handler."""
     lightnings("call_teardown_hook", _root_of(trainer))(trainer)
     teardown_trainer(trainer)
 

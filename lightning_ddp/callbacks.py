@@ -238,7 +238,7 @@ class _Exchange:
                 del self._windows[min(self._windows)]
 
     def collect(self) -> list[Lateness]:
-        """Return, once, how late all ranks were in each interval that all have reported, in order."""
+        """Return, and drop, the lateness of all ranks in each interval that all have reported, in order."""
         with self._lock:
             firsts = sorted(self._windows)
             whole = [first for first in firsts if len(self._windows[first]) == self._world_size]

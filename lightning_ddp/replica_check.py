@@ -35,7 +35,7 @@ class Replica(NamedTuple):
 
 
 class ReplicaCheck:
-    """Hashes of this rank's model state, to compare ranks. Used in the main thread; waits for no rank.
+    """Hashes of this rank's models in one run, to compare ranks. Used in the main thread; waits for no rank.
 
     Args:
         replicas: returns the models of this rank, the same list on all ranks.
@@ -68,7 +68,7 @@ class ReplicaCheck:
             control.inspector.state_values = self._values
 
     def after_step(self, step: int) -> None:
-        """Hash a slice of this rank's training state after `step` optimizer steps, unless it may differ."""
+        """Hash a slice of this rank's state after `step` optimizer steps, unless it may differ by design."""
         self._present = self._present or self._replicas()
         scope = [each.communication.equal_after_step for each in self._present]
         is_on_device = bool(scope) and self._present[0].wrapper.device.type == "cuda"

@@ -626,7 +626,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ collectives
 
     def _is_alone(self) -> bool:
-        """Return True if no other rank takes part in collectives any more, or yet."""
+        """Return True if collectives have no other rank: before launch, after a failure, or while behind."""
         return self._observer.is_alone or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:

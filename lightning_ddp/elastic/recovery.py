@@ -196,7 +196,7 @@ class Recovery(StepObserver):
             self.repeat(check)
 
     def start_epoch(self, start: Callable[[], None]) -> None:
-        """Begin a training epoch, again after a loss; a process that has joined enters the running epoch."""
+        """Begin a training epoch, again if ranks are lost; a joined process enters the running one."""
         if self._journal is not None:
             self._journal.end()
         if self._joined is not None:  # of an epoch that has begun for the others
@@ -271,7 +271,7 @@ class Recovery(StepObserver):
             self.ledger.skip_rest()
 
     def _agree(self) -> bool:
-        """Average the parameters over all ranks; return False if a loss undid the round. Communicates."""
+        """Average the parameters over all ranks; return False if a loss of ranks undid steps. Collective."""
 
         def agree() -> None:
             if not self.ledger.is_alone and self._communication.agree():
@@ -280,13 +280,13 @@ class Recovery(StepObserver):
         return self.repeat(agree)
 
     def end_run(self, end: Callable[[], None]) -> None:
-        """Run the hooks `on_train_end`, again after a loss; a request to leave now stops all ranks."""
+        """Run the hooks `on_train_end`, again if ranks are lost; a request to leave now stops all ranks."""
         self._calls.stop_instead_of_leaving()
         self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
 
     def repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> bool:
-        """Run `phase` (no optimizer steps), again after a loss; return False if it undid earlier steps.
+        """Run `phase` (no optimizer steps), again if ranks are lost; return False if that undid steps.
 
         It is repeated from its beginning; `is_new_epoch` if the loop still counts the batches of another one.
         """

@@ -43,7 +43,7 @@ def share_of(
 
 
 class DealtSampler(Sampler[Any]):
-    """Distributed sampler that can redistribute the rest of an epoch over other ranks; until then, `inner`.
+    """Distributed sampler that can redistribute the rest of an epoch over other ranks; before, as `inner`.
 
     With `avoids_one` a last batch of a single sample gets another one, which is repeated; with `fills` ranks
     are dealt equally many samples, some of them repeated.

@@ -88,7 +88,7 @@ class StepLedger:
         return completed - self.mark.num_batches if self.must_redo and self.mark is not None else 0
 
     def progress(self, *, is_trying: bool) -> Progress:
-        """Return this rank's progress (steps, phase) for a regroup; `is_trying` if a next step had begun."""
+        """Return this rank's progress as reported after a loss of ranks; `is_trying` if a step had begun."""
         phase = self.phase
         if self.must_redo:
             phase = self.mark.phase if self.mark is not None else phase

@@ -58,7 +58,7 @@ class StepObserver:
     # ------------------------------------------------------------------ collectives of hooks
 
     def repeat(self, phase: Callable[[], None]) -> bool:
-        """Run `phase`, such as a validation; return True, in a subclass False if it undid earlier steps."""
+        """Run `phase`, such as a validation; return True, or False in a subclass that undid steps."""
         phase()
         return True
 

@@ -30,7 +30,7 @@ def put_scale(scaler: Any, state: dict[str, Any]) -> None:
 
 
 class RandomStates:
-    """Copies of the states of the global random number generators of torch, Python and numpy."""
+    """States of the global random number generators of torch, Python and numpy, copied at construction."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
