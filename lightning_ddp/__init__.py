@@ -55,7 +55,7 @@ _LATER = {
 if not TYPE_CHECKING:  # a type checker would accept any name because of it
 
     def __getattr__(name: str) -> Any:
-        """Import the engine and the catalogues on first access.
+        """Import and return a public object or submodule of the package on its first access.
 
         Otherwise the launching process would import them before it starts the other processes, and scripts
         that do not train, but use the variants or read a configuration, would import them, too.

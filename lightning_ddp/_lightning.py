@@ -96,7 +96,7 @@ _OTHERS = {
 
 
 def read_rank_again(rank: int, local_rank: int) -> None:
-    """Set the rank that Lightning and torchmetrics have read when they were imported."""
+    """Set the rank that Lightning and torchmetrics have cached from the environment at their import."""
     told = {"lightning_utilities.core.rank_zero": rank, "torchmetrics.utilities.prints": local_rank}
     for name, number in told.items():
         if name in sys.modules:
@@ -108,14 +108,14 @@ def loaded_roots() -> list[str]:
 
 
 def _root_in_use() -> str:
-    """Return the imported namespace; `pytorch_lightning` if both or none were imported."""
+    """Return the name of the imported Lightning package; `pytorch_lightning` if both or none are."""
     for root in loaded_roots():
         return root
     return ROOTS[0] if importlib.util.find_spec(ROOTS[0]) else ROOTS[1]
 
 
 def _root_of(owner: object) -> str | None:
-    """Return the namespace of a class, or an object's class, or its first base with one; None without any."""
+    """Return the Lightning package that a class, or an object's class, is or derives from; else None."""
     for kind in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         for name, root in {**dict(zip(ROOTS, ROOTS, strict=True)), **FABRICS}.items():
             if f"{kind.__module__}.".startswith(f"{name}."):
@@ -124,7 +124,7 @@ def _root_of(owner: object) -> str | None:
 
 
 def lightnings(name: str, root: str | None = None) -> Any:
-    """Return Lightning's object for a name above, from the namespace `root` or that in use."""
+    """Return Lightning's class or function listed here as `name`, from package `root` or that in use."""
     return _names_of(root or _root_in_use())[name]
 
 
@@ -176,7 +176,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 class _Unbound(ABC):
-    """Base of placeholders for base classes, whose subclasses are written once, for both namespaces.
+    """Base of placeholders for Lightning's base classes; a subclass is written once for both packages.
 
     Calling such a subclass makes an instance of the class that `bind` makes from it; so does unpickling.
     """
@@ -210,7 +210,7 @@ def _restore(written: type, root: str) -> Any:
 
 
 def bind(cls: C, root: str) -> C:
-    """Return a class with the bases of a namespace instead of placeholders; made once."""
+    """Return a cached variant of `cls` with base classes of Lightning package `root`, not placeholders."""
     written: Any = vars(cls).get("_written", cls)
     if written._root is not None:  # a user's subclass of a bound class
         return cls
@@ -229,18 +229,18 @@ def _bind(written: Any, root: str) -> Any:
 
 
 def bind_like(owner: object, cls: C) -> C:
-    """Return a class bound to the namespace of `owner`."""
+    """Return `cls` with base classes from the Lightning package of `owner`, by `bind`."""
     return bind(cls, _root_of(owner) or _root_in_use())
 
 
 def adopt(strategy: Any, by: object) -> None:
-    """Bind a strategy, perhaps made for the other namespace, to that of an object of its Trainer."""
+    """Change a strategy's class to that for the Lightning package of `by`, an object of its Trainer."""
     if (root := _root_of(by)) is not None:
         strategy.__class__ = bind(type(strategy), root)
 
 
 def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
-    """Replace the message of a namespace's `accelerator_connector` where it refuses a strategy of ours.
+    """Patch Lightning's `accelerator_connector` to give better messages where it refuses our strategies.
 
     `explain` gets the error, the strategy and `plugins=`; it returns the message, or None to keep theirs.
     """
@@ -266,7 +266,7 @@ def _explained(method: Callable[..., Any], explain: Callable[..., str | None]) -
 
 
 class _Kind(ABC):
-    """Base of placeholders for `isinstance`, true for Lightning's classes of both namespaces."""
+    """Base of placeholders for `isinstance` checks, true for the classes of both Lightning packages."""
 
     _stands_for: str  # a name in `_KINDS`
 
@@ -287,17 +287,17 @@ if not TYPE_CHECKING:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Make a function that calls Lightning's, from the namespace of its first argument."""
+    """Return a function that calls Lightning's function `name`, from the package of its first argument."""
     return lambda *args, **kwargs: lightnings(name, _root_of(next(iter(args), None)))(*args, **kwargs)
 
 
 def _reader(path: str) -> Callable[[Any], Any]:
-    """Make a function that returns an attribute of an object, or of a part of it."""
+    """Return a function that returns the attribute at a dotted `path` below its argument."""
     return lambda owner: functools.reduce(_get, path.split("."), owner)
 
 
 def _writer(path: str) -> Callable[[Any, Any], None]:
-    """Make a function that sets such an attribute."""
+    """Return a function that sets the attribute at a dotted `path` below its first argument."""
     *parts, name = path.split(".")
     return lambda owner, value: _set(functools.reduce(_get, parts, owner), name, value)
 
@@ -322,7 +322,7 @@ def num_cuda_devices() -> int:
 
 
 def sigterm_exception(trainer: Trainer) -> Any:
-    """Return the exception class that ends the loops of a Trainer on a signal."""
+    """Return Lightning's exception class that ends the loops of a Trainer on SIGTERM."""
     return lightnings("SIGTERMException", _root_of(trainer))
 
 
@@ -332,7 +332,7 @@ def silent_end(trainer: Trainer) -> Any:
 
 
 def stop_exceptions() -> tuple[type[BaseException], ...]:
-    """Return the classes by which Lightning ends a run without a failure."""
+    """Return the exception classes by which Lightning ends a run without a failure."""
     names = ("SIGTERMException", "TunerExitException")
     return tuple(lightnings(name, root) for root in loaded_roots() for name in names)
 
@@ -351,7 +351,7 @@ def teardown_trainer(trainer: Trainer) -> None:
 
 
 def end_after_teardown(trainer: Trainer) -> None:
-    """Make the process exit with code 0 after the Trainer's teardown: after `_teardown`."""
+    """Make the process exit with code 0 when the Trainer has been torn down: after `_teardown`."""
 
     def tear_down_and_end(teardown: Callable[[], None]) -> None:
         teardown()
@@ -361,7 +361,7 @@ def end_after_teardown(trainer: Trainer) -> None:
 
 
 def end_silently(trainer: Trainer) -> None:
-    """Tear down as Lightning does for `silent_end`, outside its handler: `_call_teardown_hook`."""
+    """Call teardown hooks and tear a Trainer down as Lightning does for `silent_end`, outside its handler."""
     lightnings("call_teardown_hook", _root_of(trainer))(trainer)
     teardown_trainer(trainer)
 
@@ -401,7 +401,7 @@ def wrap_steps(trainer: Trainer, steps: Any) -> None:
 
 
 def _wrap(owner: Any, name: str, function: Any) -> None:
-    """Replace a method of an object by a function that gets the method first."""
+    """Replace a method of an object by a function that gets the original method as first argument."""
     method = _get(owner, name)
     setattr(owner, name, functools.update_wrapper(functools.partial(function, method), method))
 
@@ -411,7 +411,7 @@ FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
 
 
 def _set_up_whole(loop: Any, set_up: Callable[[], None]) -> None:
-    """Call a loop's `setup_data`; leave no dataloaders if it is interrupted."""
+    """Call a loop's `setup_data`; if it is interrupted, remove the dataloaders that it has made."""
     try:
         set_up()
     except BaseException:
@@ -457,7 +457,7 @@ def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
 
 
 def limit_validation(trainer: Trainer) -> None:
-    """Count validation batches again after a change of the samplers: `_max_batches` of the loop."""
+    """Recompute the number of validation batches after a change of the samplers: `_max_batches`."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     limit: Any = trainer.limit_val_batches
     for index, loader in enumerate(loaders_of(loop)):
@@ -468,7 +468,7 @@ def limit_validation(trainer: Trainer) -> None:
 
 
 def saved_last(callback: Any) -> int | None:
-    """Return `_last_global_step_saved` of a `ModelCheckpoint`; None for other callbacks."""
+    """Return the step of a `ModelCheckpoint`'s last save, `_last_global_step_saved`; None for others."""
     return getattr(callback, "_last_global_step_saved", None)
 
 
@@ -483,7 +483,7 @@ def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
 
 
 def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore a checkpoint of `dump_checkpoint`, after `setup`: `_checkpoint_connector`."""
+    """Restore model, callbacks and training state from a checkpoint of `dump_checkpoint`, after `setup`."""
     connector = _get(trainer, "_checkpoint_connector")
     _set(connector, "_loaded_checkpoint", checkpoint)
     connector.restore_model()
@@ -494,7 +494,7 @@ def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_loops(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Continue the training loops from a state inside an epoch, without what Lightning does in a resume."""
+    """Load a state inside an epoch into the training loops, without what Lightning does in a resume."""
     trainer.fit_loop.load_state_dict(state)
     _go_on_in_epoch(trainer.fit_loop)
 
@@ -509,14 +509,14 @@ def _go_on_in_epoch(loop: Any) -> None:
 
 
 def enter_epoch(trainer: Trainer) -> None:
-    """Make the epoch loop begin as in a new epoch, except its iterator, before `load_loops`."""
+    """Clear restart flags before `load_loops`, so that an epoch begins as a new one, except its iterator."""
     loop: Any = trainer.fit_loop.epoch_loop
     for part in (loop, loop.val_loop):
         _set(part, "_restarting", False)
 
 
 def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
-    """Do the rest of `_TrainingEpochLoop.advance` after the optimizer step."""
+    """Run what `_TrainingEpochLoop.advance` does after the optimizer step: schedulers, hooks, counters."""
     loop: Any = trainer.fit_loop.epoch_loop
     connector = _get(trainer, "_logger_connector")
     finish_step(trainer)
@@ -531,7 +531,7 @@ def finish_batch(trainer: Trainer, batch: Any, output: Any) -> None:
 
 
 def complete_steps(trainer: Trainer) -> None:
-    """Count the optimizer step that has begun as taken."""
+    """Count the optimizer step in progress as completed in the training loop's counters."""
     loop: Any = trainer.fit_loop.epoch_loop
     steps = loop.automatic_optimization.optim_progress.optimizer.step
     for tracker in (steps.total, steps.current):
@@ -624,7 +624,7 @@ def loader_states(trainer: Trainer) -> list[Any]:
 
 
 def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[str, Any]:
-    """Return a checkpoint as Lightning writes it, with `states` in place of those of the dataloaders."""
+    """Return a checkpoint dict as Lightning writes it, with `states` as the states of the dataloaders."""
     checkpoint: dict[str, Any] = _get(trainer, "_checkpoint_connector").dump_checkpoint(weights_only=False)
     if states:
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
@@ -688,18 +688,18 @@ def append_to_csv(logger: Any) -> None:
 
 
 def pass_for_fabrics(launcher: Any) -> None:
-    """Register a launcher as Fabric's `_MultiProcessingLauncher` or `_SubprocessScriptLauncher`."""
+    """Register a launcher's class as Fabric's `_MultiProcessingLauncher` or `_SubprocessScriptLauncher`."""
     kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
     lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
 
 
 def choose_backend(strategy: Any) -> str:
-    """Choose the user's backend or that of the device, the value of `process_group_backend` then."""
+    """Return the user's backend or the device's default, and set it as `process_group_backend`."""
     backend = str(_get(strategy, "_get_process_group_backend")())
     _set(strategy, "_process_group_backend", backend)
     return backend
 
 
 def check_can_start_children(launcher: SubprocessScriptLauncher) -> None:
-    """Refuse to start processes in a started process: `_check_can_spawn_children`."""
+    """Raise an error if a launcher has started this process itself: `_check_can_spawn_children`."""
     _get(launcher, "_check_can_spawn_children")()

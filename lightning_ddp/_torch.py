@@ -90,7 +90,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module with its own dicts and no parameters; `nn.LSTM` and others override this."""
+    """Return a shallow copy of a module with own dicts, no parameters; `nn.LSTM` and others override this."""
     replica: torch.nn.Module = module._replicate_for_data_parallel()
     replica.__dict__.pop("_compiled_call_impl", None)  # of `module.compile()`: bound to the original
     return replica
@@ -109,7 +109,7 @@ def known_groups() -> Mapping[Any, tuple[str, Any]]:
 
 
 def never_destroy(objects: Iterable[object]) -> None:
-    """Keep objects beyond the interpreter's exit.
+    """Keep objects alive beyond the interpreter's exit, by an extra reference.
 
     In a fork torch's destructors would wait for threads that do not exist there.
     """
@@ -118,7 +118,7 @@ def never_destroy(objects: Iterable[object]) -> None:
 
 
 def keep_sockets_in(folder: str) -> None:
-    """Put the sockets over which this process and its children share tensors into a folder.
+    """Set the folder of the sockets over which this process and its children share tensors.
 
     Their own folders stay behind where torch ends a process by a signal.
     """
@@ -134,7 +134,7 @@ def default_store() -> Any:
 
 
 def count_groups_anew() -> None:
-    """Give the next default group the name of the first, as after a destroyed group.
+    """Reset torch's count of process groups: the next default group gets the name of the first.
 
     Otherwise a process in which the creation of a group failed would give the next group another name
     than the other processes.
@@ -209,19 +209,19 @@ def _backends_of(process_group: Any) -> Iterable[Any]:
 
 
 def new_gloo(store: Any, rank: int, size: int, devices: Any, timeout: timedelta) -> Any:
-    """Make a gloo backend unknown to torch; `devices` are the network devices of its connections."""
+    """Return a new gloo backend that torch does not register; `devices` are its network devices."""
     options = _Gloo._Options()
     options._devices, options._timeout = devices, timeout
     return _Gloo(store, rank, size, options)
 
 
 def gloo_like(other: Any, store: Any, rank: int, size: int) -> Any:
-    """Make a gloo backend unknown to torch, with the devices and the timeout of another backend."""
+    """Return a new gloo backend that torch does not register, with network devices and timeout of `other`."""
     return new_gloo(store, rank, size, other.options._devices, other.options._timeout)
 
 
 def new_nccl(kind: Any, store: Any, rank: int, size: int, timeout: timedelta, *device: Any) -> Any:
-    """Make an NCCL backend of class `kind` that is unknown to torch, on `device` if that class takes one."""
+    """Return a new NCCL backend of class `kind`, not registered in torch, on `device` if `kind` takes one."""
     options = kind.Options()
     options._timeout = timeout
     return kind(store, rank, size, options, *device)
@@ -234,12 +234,12 @@ def has_communicator(backend: Any) -> bool:
 
 
 def all_gather_flat(process_group: Any, gathered: torch.Tensor, flat: torch.Tensor) -> Any:
-    """Start an all-gather into one tensor; return its work."""
+    """Start an all-gather into one tensor; return its `Work` handle."""
     return process_group._allgather_base(gathered, flat)
 
 
 def root_of_mesh(mesh: Any) -> Any:
-    """Return the mesh of which this mesh is a part; the mesh itself if unknown."""
+    """Return the root device mesh of which this mesh is a part; the mesh itself if unknown."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
 
 

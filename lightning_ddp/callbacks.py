@@ -131,7 +131,7 @@ class CommunicationMonitor(Callback):
         )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Log once per interval, and send this rank's delays to rank 0."""
+        """Log communication metrics once per interval, and send this rank's delays to rank 0."""
         if self.recorder is None or self._exchange is None:
             return
         if len(self._records) + self.recorder.num_new < self.every_n_steps:
@@ -186,7 +186,7 @@ class CommunicationMonitor(Callback):
 
 
 def summarize(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Compute metrics to log, mostly medians, from successive steps; by name without prefix."""
+    """Return metrics of successive steps for loggers, mostly medians, by name without prefix."""
     starts = [r.backward_start if r.forward_start is None else r.forward_start for r in records]
     steps = [(b - a) / _NS_PER_MS for a, b in pairwise(starts)]
     busy_s = sum(record.communication_s for record in records)
@@ -212,7 +212,7 @@ def _straggler_metrics(known: Lateness) -> dict[str, float]:
 
 
 class _Exchange:
-    """Exchange of the slacks of all ranks over the control channel, collected on the first rank."""
+    """Exchange over the control channel of how late each rank's gradients were, collected on rank 0."""
 
     def __init__(self, world_size: int, *, is_first: bool) -> None:
         self.hosts: dict[int, str] = {}  # rank -> host name, as far as ranks have said so
@@ -230,7 +230,7 @@ class _Exchange:
             self._inspector.tell(0, _TOPIC, value)
 
     def _hear(self, rank: int, value: Any) -> None:
-        """Receive the slacks of a rank, in the channel's thread."""
+        """Store how late a rank's gradients were in an interval; runs in the control channel's thread."""
         with self._lock:
             self.hosts[rank] = value["host"]
             self._windows.setdefault(value["first"], {})[rank] = value["us"]
@@ -238,7 +238,7 @@ class _Exchange:
                 del self._windows[min(self._windows)]
 
     def collect(self) -> list[Lateness]:
-        """Return the intervals that all ranks have reported, in order."""
+        """Return, and drop, the lateness of all ranks in each interval that all have reported, in order."""
         with self._lock:
             firsts = sorted(self._windows)
             whole = [first for first in firsts if len(self._windows[first]) == self._world_size]

@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Catalogue(Generic[K]):
-    """Classes by name, with their options, collected from the files beside that of a base class.
+    """Registry by name of a base class's subclasses with their options, found in the files beside it.
 
     Args:
         what: kind of the classes for errors, such as 'averager'.
@@ -47,7 +47,7 @@ class Catalogue(Generic[K]):
         return {name: (self._kinds[name].__doc__ or "").partition("\n")[0] for name in self.names()}
 
     def options(self) -> dict[str, Any]:
-        """Return the dataclasses of the options by name, sorted."""
+        """Return the options dataclass of each class by name, sorted."""
         return {name: self._kinds[name].Options for name in self.names()}
 
     def parse(self, entry: Any) -> tuple[str, Any]:
@@ -115,7 +115,7 @@ def describe_hook(hook: Any) -> str:
 
 
 def _digest(code: CodeType) -> str:
-    """Hash instructions, names and plain constants; not paths, which may differ between hosts."""
+    """Return a hash of a code object's instructions, names and plain constants, which paths do not change."""
     parts = [repr(code.co_code), repr(code.co_names)]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -30,7 +30,7 @@ class Variants:
     """List the registered strategy names, their arguments and what each one does."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare nothing: the command has no options."""
+        """Add no arguments to the parser: the command has no options."""
 
     def run(self, args: argparse.Namespace) -> int:
         from lightning_ddp.variants import available_variants, variant_arguments
@@ -55,7 +55,7 @@ _BENCHMARKS = (STEP, LAUNCH, FAILURES, RECOVERY, HOOKS, SCALING)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; its namespace has `run`, the function of the chosen one."""
+    """Return the parser of all commands; parsing sets `run` to the function of the chosen command."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_ddp", description="Run programs; inspect and measure lightning_ddp."
     )

@@ -22,7 +22,7 @@ STATE_FORMAT = 1  # version of the dictionary that `Communication.shared_state` 
 
 
 class Equal(Enum):
-    """State that is equal on all ranks after an optimizer step."""
+    """Enumeration of what is equal on all ranks after an optimizer step: all, only parameters, nothing."""
 
     ALL = auto()
     PARAMETERS = auto()
@@ -34,11 +34,11 @@ HookSpec = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Callabl
 
 
 def _no_scaler() -> None:
-    """Return None; a function with a name, as strategies are pickled."""
+    """Return None, for "no loss scaler"; a named function, as strategies are pickled."""
 
 
 class Communication:
-    """The communication hook and the averager of one run, from the arguments of a strategy, once checked."""
+    """Checked communication hook and averager of one run, from the arguments of a strategy."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Communication:
 
     @property
     def synchronises_backward(self) -> bool:
-        """True if the reducer takes part in the next backward pass."""
+        """True if the reducer reduces the gradients of the next backward pass."""
         return not self.is_local or self._averages_in_nodes
 
     @property
@@ -147,7 +147,7 @@ class Communication:
             model.register_comm_hook(self._hook_state, hook)
 
     def _check_agreement(self, hook: Callable[..., Any] | None, group: Group, device: torch.device) -> None:
-        """Check that all ranks reduce and average in the same way; all ranks must call it."""
+        """Raise ConfigurationError if ranks have different hooks or averagers; all ranks must call it."""
         plan, averaging = self._hook_plan, str(self.averager_plan)
         name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
         mine = (name, str(plan) if plan is not None else describe_hook(hook), averaging)
@@ -194,7 +194,7 @@ class Communication:
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
-        """Count a step of an optimizer and average if it is due; all ranks must call it."""
+        """Count an optimizer step, and average parameters if due; all ranks must call it."""
         if self.averager is not None:
             self.averager.step(optimizer, was_skipped=was_skipped)
             self._follow()
@@ -209,14 +209,14 @@ class Communication:
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
-        """Stop all jobs of the hook and the averager, after ranks were lost; return once none runs."""
+        """Stop all communication of hook and averager, after ranks were lost; return once none runs."""
         if self.hook is not None:
             self.hook.channel.halt()
         if self.averager is not None:
             self.averager.halt()
 
     def rejoin(self, group: Group, device: torch.device) -> None:
-        """Continue with the ranks of `group`, after `halt`; all ranks must call it."""
+        """Move hook and averager to the ranks of `group`, after `halt`; all ranks must call it."""
         if self.hook is not None and self._hook_plan is not None:
             from lightning_ddp.hooks import build_hook
 
@@ -227,17 +227,17 @@ class Communication:
 
     @property
     def is_local(self) -> bool:
-        """True if each rank takes steps of its own."""
+        """True in local training, in which each rank steps with its own gradients."""
         return self.averager is not None and not self.averager.averages_gradients
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks have taken the last step together, or have averaged since."""
+        """True if the last step used averaged gradients, or all ranks have averaged parameters since."""
         return self.averager is None or self.averager.has_met
 
     @property
     def equal_after_step(self) -> Equal:
-        """State that is the same on all ranks after the last optimizer step."""
+        """Kind of state (`Equal`) that is the same on all ranks after the last optimizer step."""
         if self.kind == "noop" or (self.averager is not None and not self.averager.is_same):
             return Equal.NOTHING
         return Equal.PARAMETERS if self.is_local else Equal.ALL
@@ -252,14 +252,14 @@ class Communication:
         return None
 
     def replicated_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the hook and the loss scaler that all ranks share, by name."""
+        """Return the tensors of hook and loss scaler that are equal on all ranks, by name."""
         found = self._stateful.shared_tensors() if self._stateful is not None else {}
         scale = self._loss_scale()
         return {**found, "loss scale": scale} if isinstance(scale, torch.Tensor) else found
 
     @property
     def keeps_parameters(self) -> bool:
-        """True if a rank that is one round behind keeps its own parameters."""
+        """True if a rank that is one round behind keeps its own parameters, instead of another rank's."""
         return self.averager is not None and self.averager.keeps_parameters
 
     @property
@@ -268,7 +268,7 @@ class Communication:
         return self.averager is not None and self.is_local and self.averager.options.optimizer_state == "keep"
 
     def mark(self) -> Any:
-        """Return the state that steps change, for `restore`; call it between steps, when all have met."""
+        """Return a copy of hook and averager state, for `restore`; call it between steps, in sync."""
         hook = self._stateful.mark() if self._stateful is not None else None
         return hook, self.averager.mark() if self.averager is not None else None
 
@@ -281,7 +281,7 @@ class Communication:
             self._follow()
 
     def copy_state(self, group: Group, source: int, device: torch.device, *, is_behind: bool) -> None:
-        """Copy shared state to the ranks that are one step behind; all ranks must call it."""
+        """Copy hook and averager state from `source` to ranks one step behind; all ranks must call it."""
         is_source = group.rank == source
         if self._stateful is not None:
             mine = _pick(self._stateful, shared=True) if is_source else None
@@ -302,7 +302,7 @@ class Communication:
         return self.averager is not None or self._stateful is not None
 
     def shared_state(self, world_size: int) -> dict[str, Any]:
-        """Return the state that all ranks share, for the checkpoint. Call `agree` first."""
+        """Return hook and averager state equal on all ranks, for a checkpoint. Call `agree` first."""
         state: dict[str, Any] = {"format": STATE_FORMAT, "world_size": world_size}
         if self._stateful is not None:
             state["hook"] = _pick(self._stateful, shared=True)
@@ -311,7 +311,7 @@ class Communication:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state that differs between ranks.
+        """Return the hook's and averager's state that differs between ranks.
 
         That is residuals; in local training also optimizers and the loss scale, as each rank then skips the
         steps in which its own gradients overflow.
@@ -330,7 +330,7 @@ class Communication:
     def load(
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, names: Iterable[str]
     ) -> list[str]:
-        """Restore shared and own state; return one sentence for each item that could not be restored."""
+        """Restore hook and averager from shared and own state; return a sentence per item not restored."""
         if shared.get("format") != STATE_FORMAT:
             raise ConfigurationError(
                 f"checkpoint['lightning_ddp'] has format {shared.get('format')!r}, but this release reads"
@@ -360,7 +360,7 @@ class Communication:
 
 
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
-    """Return a hook's state with the tensors that all ranks share, or with the others."""
+    """Return a hook's state with only the tensors equal on all ranks, or with only the rank's own ones."""
     state = hook.state_dict()
     chosen = {
         name: {key: value for key, value in values.items() if (key in hook.shared_keys) == shared}

@@ -25,7 +25,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def in_seconds(argument: str, duration: timedelta | float) -> float:
-    """Convert a duration to seconds.
+    """Return a duration, given as a `timedelta` or a number, in seconds.
 
     >>> in_seconds("timeout", timedelta(minutes=1.5)), in_seconds("timeout", 20)
     (90.0, 20)
@@ -44,7 +44,7 @@ def in_seconds(argument: str, duration: timedelta | float) -> float:
 
 
 def one_of(choices: Iterable[str]) -> str:
-    """Join valid choices for a message.
+    """Return valid choices joined by commas and 'or', for a message.
 
     >>> one_of(["'auto'"]), one_of(["'auto'", "'ring'", "'gloo'"])
     ("'auto'", "'auto', 'ring' or 'gloo'")
@@ -70,7 +70,7 @@ def closest(found: str, known: Iterable[str], *, lists_all: bool = False) -> str
 
 
 def unknown_argument(owner: str, argument: str, known: Iterable[str]) -> TypeError:
-    """Make the TypeError for a call with an unknown keyword argument."""
+    """Return the TypeError for a call with an unknown keyword argument."""
     return TypeError(f"{owner} got an unexpected keyword argument {argument!r}{closest(argument, known)}")
 
 
@@ -212,7 +212,7 @@ def fits_a_screen(text: str) -> bool:
 
 
 def cause_of(failure: Any, *, is_whole: bool = True) -> str:
-    """Describe the cause of a `PeerFailure`; if not whole, with one line of a long message."""
+    """Return class and message of a `PeerFailure`'s cause; if not whole, one line of a long message."""
     message: str = failure.message
     if not is_whole and not fits_a_screen(message):
         message = message.partition("\n")[0][:200] + " ..."
@@ -220,7 +220,7 @@ def cause_of(failure: Any, *, is_whole: bool = True) -> str:
 
 
 def with_ending(text: str, failure: Any) -> str:
-    """Repeat rank, step and class of a failure after a report that is longer than a screen."""
+    """Return a report, with rank, step and class of the failure repeated if it is longer than a screen."""
     if fits_a_screen(text):
         return text
     name = f"rank {failure.rank}" if failure.rank >= 0 else "the launching process"
@@ -313,7 +313,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
 
 
 def _loaded_class(path: str | None) -> type[Exception] | None:
-    """Return the exception class `module:name` if it is loaded here and adds information, else None."""
+    """Return the exception class `module:name` if loaded here and not generic or this package's; or None."""
     module, _, name = (path or "").partition(":")
     # In spawned processes the user's script is `__mp_main__`.
     found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)

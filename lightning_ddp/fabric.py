@@ -167,7 +167,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
     def load_module_state_dict(
         self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """Load the state of the model itself."""
+        """Load a state dict into the model itself, without the wrapper."""
         wrapper = as_wrapper(module)
         super().load_module_state_dict(wrapper.module if wrapper else module, state_dict, strict)
 
@@ -199,7 +199,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return remainder
 
     def _set_up_of(self, state: Mapping[str, Any]) -> tuple[Any, Communication | None]:
-        """Return the one saved or loaded model whose hook or averager has state."""
+        """Return wrapper and `Communication` of the one model in `state` whose hook or averager has state."""
         found = [
             (wrapper, communication)
             for wrapper, communication, _ in self._set_up

@@ -27,7 +27,7 @@ def after_import(name: str, function: Callable[[types.ModuleType], None]) -> Non
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder of the modules with waiting functions, as found by other finders."""
+    """Import finder that makes modules, found by other finders, call functions of `after_import`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported late, as most runs do not need it
 
 
 class ManualOptimizationRedirection(ForwardRedirection):
-    """Forward redirection that does not arm the reducer if backward has already run inside."""
+    """Forward redirection that lets DDP prepare a reduction only for a backward after `training_step`."""
 
     def __init__(self, communication: Communication) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class ManualOptimizationRedirection(ForwardRedirection):
 
 
 class LockstepResults(ResultCollection):
-    """Logged training results, without those that a rank logs while it repeats its last batch."""
+    """Logged training values, without those that a rank logs while it repeats its last batch."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         super().__init__(training=True)
@@ -63,7 +63,7 @@ class LockstepResults(ResultCollection):
 
 
 def require_lockstep(module: LightningModule) -> None:
-    """Reject ways of training in which the ranks cannot be kept in step."""
+    """Raise ConfigurationError where `uneven_inputs` cannot work: `dataloader_iter`, a resume in an epoch."""
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ConfigurationError(
             "uneven_inputs needs a training_step(batch, batch_idx). A training_step with dataloader_iter"
@@ -80,7 +80,7 @@ def require_lockstep(module: LightningModule) -> None:
 
 
 def shared_facts(trainer: Trainer, deals_batches: bool) -> dict[str, Any]:
-    """Return what all ranks of a fit have to agree on, by name, for the replica check.
+    """Return values that must be equal on all ranks of a fit, by name, for the replica check.
 
     With `deals_batches` the ranks may have different numbers of batches.
     """

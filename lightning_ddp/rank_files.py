@@ -30,7 +30,7 @@ _ERROR_CHARACTERS = 200
 
 
 def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
-    """Return the path of one rank's file beside a checkpoint.
+    """Return the path of the file beside a checkpoint that holds one rank's own state.
 
     >>> rank_file("runs/last.ckpt", 3, "0123456789abcdef")
     'runs/last.ckpt.rank3.01234567.pt'
@@ -46,7 +46,7 @@ def save_state(
     device: torch.device,
     write: Callable[[dict[str, Any], str], None],
 ) -> None:
-    """Add the shared state to a checkpoint for `path`; return once all ranks have written their files.
+    """Add shared hook and averager state to a checkpoint; return once all ranks have written their files.
 
     Collective: all ranks must call it, with synchronized parameters.
     """
@@ -67,7 +67,7 @@ def save_state(
 def add_shared(
     communication: Communication, checkpoint: MutableMapping[str, Any], path: str, world_size: int
 ) -> None:
-    """Add the shared state to a checkpoint that one rank writes without the others."""
+    """Add the shared hook and averager state to a checkpoint that one rank writes without the others."""
     if communication.has_state:
         header = {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
         checkpoint[KEY] = {**communication.shared_state(world_size), **header}
@@ -81,7 +81,7 @@ def load_state(
     names: Iterable[str],
     read: Callable[[str], dict[str, Any]],
 ) -> list[str]:
-    """Restore the state that `save_state` has saved, without communication.
+    """Restore the hook and averager state that `save_state` has saved, without communication.
 
     Args:
         communication: hook and averager of the resuming run.
@@ -119,7 +119,7 @@ def remove_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = (
 def _read_own(
     shared: Mapping[str, Any], path: str | Path | None, group: Group, read: Callable[[str], dict[str, Any]]
 ) -> dict[str, Any] | str:
-    """Return the content of this rank's file, or the reason why there is none."""
+    """Return the content of this rank's file beside a checkpoint, or the reason why there is none."""
     if shared["world_size"] != group.size:
         return f"they were saved by {shared['world_size']} ranks, but the run has {group.size}"
     if path is None:

@@ -27,7 +27,7 @@ _MOST_EVENTS = 8
 
 
 class Replica(NamedTuple):
-    """A model of this rank, and what trains it."""
+    """A model of this rank, wrapped for DDP, with its hook, averager and optimizers."""
 
     wrapper: BucketedDDP
     communication: Communication
@@ -35,7 +35,7 @@ class Replica(NamedTuple):
 
 
 class ReplicaCheck:
-    """Hashes of this rank's replicas in one run. Made and used in the main thread; does not wait for others.
+    """Hashes of this rank's models in one run, to compare ranks. Used in the main thread; waits for no rank.
 
     Args:
         replicas: returns the models of this rank, the same list on all ranks.
@@ -68,7 +68,7 @@ class ReplicaCheck:
             control.inspector.state_values = self._values
 
     def after_step(self, step: int) -> None:
-        """Hash a slice of the state of all ranks after `step` optimizer steps, unless it may differ."""
+        """Hash a slice of this rank's state after `step` optimizer steps, unless it may differ by design."""
         self._present = self._present or self._replicas()
         scope = [each.communication.equal_after_step for each in self._present]
         is_on_device = bool(scope) and self._present[0].wrapper.device.type == "cuda"
@@ -87,14 +87,14 @@ class ReplicaCheck:
             _log.info("replica_check: the state is compared once in %d steps", len(self._hasher.cycle))
 
     def release(self) -> None:
-        """Let go of the models, at the end of the run; what was hashed can still be asked for."""
+        """Drop references to the models at the end of the run; hashes made so far stay available."""
         self._replicas, self._facts, self._present = list, dict, []
         self._hasher.release()
 
     # ------------------------------------------------------------------ what is compared
 
     def _read(self) -> State:
-        """Return the tensors and numbers that have to be equal, at the beginning of a cycle."""
+        """Return tensors and numbers that must be equal on all ranks, at the start of a cycle of hashes."""
         tensors: dict[str, Tensor] = {}
         numbers = dict(self._facts())
         replicas = self._present = self._replicas()
@@ -122,7 +122,7 @@ class ReplicaCheck:
         return tensors, numbers
 
     def _note(self, trained: Sequence[str], averaged: set[str]) -> None:
-        """Note which parameters have joined training since the last cycle."""
+        """Record which parameters have started training since the last cycle of hashes."""
         new = [name for name in trained if name not in self._trained]
         if self._trained and new:
             local = [name for name in new if name not in averaged]

@@ -363,7 +363,7 @@ def _as_devices(devices: Sequence[Device] | None) -> list[torch.device]:
 
 
 def _as_device(device: Device) -> torch.device:
-    """Return the device with its index, so that equal devices compare equal."""
+    """Return the `torch.device` with its index, so that equal devices compare equal."""
     found = torch.device("cuda", max(device, 0)) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda":
         return torch.device("cpu") if found.type == "cpu" else found

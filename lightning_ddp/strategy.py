@@ -316,7 +316,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return arguments if self._world is None else {**arguments, "num_replicas": self._world[1]}
 
     def _setup_observer(self, trainer: Trainer) -> None:
-        """Choose what is done about lost ranks in this fit, and about its last step if they end it."""
+        """Create what recovers this fit from lost ranks, and its emergency checkpoint, as configured."""
         assert self._context is not None
         ours, settings = self._context.control, self._supervision.recovery
         if ours.calls is not None and settings is not None and not self._observer.repeats_steps:
@@ -364,7 +364,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         )
 
     def _meet_again(self, new: NewGeneration) -> None:
-        """Create the process group of a generation, and all that depends on it; all ranks must call it."""
+        """Create the process group of the new ranks, and what depends on it; all ranks must call it."""
         from lightning_ddp.elastic.regroup import meet_again, take_rank
 
         context = self._context
@@ -457,7 +457,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Make the next backward pass of manual optimization a synchronized one."""
+        """Prepare the reduction of gradients in the next backward pass of manual optimization."""
         wrapper = as_wrapper(self.model)
         if wrapper is not None and not self._is_automatic():
             wrapper.prepare_for_backward(closure_loss)
@@ -465,7 +465,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Run backward (communicates), with zeros on a rank that repeats its last batch."""
+        """Run backward (communicates); a rank that repeats its last batch contributes zero gradients."""
         if self._lockstep is not None:
             closure_loss = self._lockstep.scale(closure_loss)
         closure_loss = self._observer.begin_backward(closure_loss)
@@ -498,7 +498,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """Return the mean loss over the ranks: with it all call the closure equally often."""
+        """Return the closure's loss averaged over the ranks, so that all call the closure equally often."""
         loss = closure()
         if loss is not None:
             loss = self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
@@ -540,7 +540,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         super().on_validation_start()
 
     def _check_evaluation(self) -> None:
-        """End a run that only evaluates, if a signal stops it."""
+        """End a run that only evaluates, outside `fit`, if a signal has asked for its stop."""
         if self._stopping is not None:
             self._stopping.check_evaluation()
 
@@ -565,7 +565,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         super().on_train_end()
 
     def _agree(self) -> None:
-        """Synchronize the model over all ranks; a rank whose peers have failed keeps its own model."""
+        """Average the model over all ranks if they differ; after a failure of peers keep the own model."""
         if not self._is_alone() and self._together(None, self._communication.agree, lambda: False):
             self._observer.agree()
 
@@ -626,17 +626,17 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ collectives
 
     def _is_alone(self) -> bool:
-        """Return True if no peer takes part in collectives."""
+        """Return True if collectives have no other rank: before launch, after a failure, or while behind."""
         return self._observer.is_alone or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective, or take its result from the journal, or the own value if a peer is lost."""
+        """Return a collective's result, or that in the journal, or `alone()` if another rank is lost."""
         if self._journal is not None and kind is not None:
             call = partial(self._journal.result, kind, call)
         return self._observer.together(call, alone)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait until all ranks have called it; does nothing before launch and after a failure."""
+        """Wait until all ranks have called `barrier`; do nothing before launch and after a failure."""
         if self._journal is not None and self._journal.is_read:  # a barrier has no result
             return
         if name in FIRST_BARRIERS and self._is_training():
@@ -645,7 +645,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             super().barrier(name)
 
     def _reduce(self, group: Group, tensors: list[torch.Tensor], reduce_op: Any) -> None:
-        """Reduce over all ranks, or in a step with uneven inputs over the ranks with a batch."""
+        """Reduce tensors in place over all ranks; with uneven inputs, over the ranks with a batch."""
         if self._lockstep is not None and self._lockstep.is_partial:
             self._lockstep.reduce(group, tensors, reduce_op)
         else:

@@ -71,7 +71,7 @@ _OF_WRAPPER = (
 
 
 class StrategyCore:
-    """Base of the strategies, placed before Lightning's own class."""
+    """Base class shared by the strategies for Trainer and Fabric, before Lightning's own class in the MRO."""
 
     _context: JobContext | None = None
     _group: Group | None = None
@@ -132,7 +132,7 @@ class StrategyCore:
 
     @property
     def accelerator(self) -> Any:
-        """Lightning's accelerator. It is set first, which shows which Lightning package is in use."""
+        """Lightning's accelerator, set first; setting it binds the strategy to its Lightning package."""
         return super().accelerator  # type: ignore[misc]  # of the class after this one
 
     @accelerator.setter
@@ -143,11 +143,11 @@ class StrategyCore:
 
     @property
     def _runs_script(self) -> bool:
-        """True if each rank runs the script, instead of a function that is sent to it."""
+        """True if each rank runs the script, False if a function of the script is sent to each rank."""
         return self._chosen_start_method not in get_args(FunctionMethod)
 
     def _settle_nodes(self) -> None:
-        """Take the numbers of nodes and devices from the engine where the script leaves them open."""
+        """Take node and device counts that the script leaves open from the cluster manager's environment."""
         from lightning_ddp.launch.environment import is_slurm_node, settle_nodes
 
         own: Any = self  # of the class after this one
@@ -243,7 +243,7 @@ class StrategyCore:
         )
 
     def _step(self, communications: Sequence[Communication], optimizer: Any, take: Callable[[], Any]) -> Any:
-        """Take a step of an optimizer; count it and average if it is due (then communicates)."""
+        """Take an optimizer step, count it, and average parameters if due (then communicates)."""
         averaging = [each for each in communications if each.averager is not None]
         # in local training a step counts also if the loss scaler skips it, for which it lowers its scale
         is_asked = any(not each.is_local for each in averaging)
@@ -258,7 +258,7 @@ class StrategyCore:
     def _start_replica_check(
         self, replicas: Callable[[], Sequence[Replica]], facts: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
-        """Compare the replicas of this run; log why not, or refuse to stop or heal without the channel."""
+        """Start the replica check, or log why not; raise if 'stop' or 'heal' lacks the control channel."""
         settings, context = self._supervision.replicas, self._context
         self._replica_check, why = None, None
         if settings is None or context is None:
@@ -280,7 +280,7 @@ class StrategyCore:
     def _load_state(
         self, communication: Communication, module: torch.nn.Module, checkpoint: dict[str, Any], path: Any
     ) -> None:
-        """Restore hook and averager; log each item that could not be restored."""
+        """Restore hook and averager from a checkpoint; log each item that could not be restored."""
         names = [name for name, _ in module.named_parameters()]
         group, read = self._joined_group(), self.checkpoint_io.load_checkpoint
         for note in rank_files.load_state(communication, checkpoint, path, group, names, read):
@@ -292,7 +292,7 @@ class StrategyCore:
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
     def _loss_scale_of_gradients(self) -> float | torch.Tensor:
-        """Return the loss scale for work on gradients: on a device, as a device tensor."""
+        """Return the loss scale, on a GPU as a device tensor, so that the host need not wait."""
         scaler = self._scaler()
         if scaler is None or self.root_device.type == "cpu":
             return self._loss_scale()
@@ -319,15 +319,15 @@ class StrategyCore:
         return Group(group, joined.interrupt, transport=joined.transport)
 
     def _is_alone(self) -> bool:
-        """Return True if no peer takes part in collectives: before launch and after a failure."""
+        """Return True if no other rank takes part in collectives: before launch and after a failure."""
         return self._group is None or (self._context is not None and self._context.control.is_over)
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective of some kind; `alone` returns this rank's own value."""
+        """Run a collective and return its result; a subclass may return `alone()` after a loss of ranks."""
         return call()
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait until all ranks have called it; does nothing before launch and after a failure."""
+        """Wait until all ranks have called `barrier`; do nothing before launch and after a failure."""
         if (group := self._group) is not None and not self._is_alone():
             self._together(None, lambda: barrier(group, self.root_device, name), lambda: None)
 
@@ -369,7 +369,7 @@ class StrategyCore:
         all_reduce_coalesced(group, tensors, reduce_op)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as `reduce` does, under Fabric's name."""
+        """Reduce tensors over the ranks in place; Fabric's name for `reduce`."""
         return self.reduce(tensor, group, reduce_op)
 
     def all_gather(
@@ -397,7 +397,7 @@ class StrategyCore:
 
 
 def as_wrapper(model: object) -> BucketedDDP | None:
-    """Return `model` if it is the wrapper that `_wrap` puts around a module, else None."""
+    """Return `model` if it is a `BucketedDDP`, the wrapper that `_wrap` puts around a module; else None."""
     # Imported late: the other processes have been started when a model is wrapped.
     from lightning_ddp.ddp.module import BucketedDDP
 

@@ -37,14 +37,14 @@ class Trainer(LightningTrainer):
 
 
 def trainer_class() -> type[Trainer]:
-    """Return `Trainer`, below Lightning's own class if that has been imported."""
+    """Return `Trainer`, derived from the imported Lightning's own Trainer if Lightning is imported."""
     return next((bind(Trainer, root) for root in loaded_roots()), Trainer)
 
 
 def _translate(
     gpus: int | str | Sequence[int] | None, num_processes: int | None, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return Lightning 2's arguments for `gpus` and `num_processes`."""
+    """Return Lightning 2's `accelerator` and `devices` for the arguments `gpus` and `num_processes`."""
     old = {"gpus": gpus, "num_processes": num_processes}
     used = [f"{name}={value!r}" for name, value in old.items() if value is not None]
     if not used:

@@ -105,7 +105,7 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
 
 
 def _add(name: str, registry: Any, strategy: type) -> None:
-    """Register a variant, unless Fabric's strategy lacks one of its arguments."""
+    """Register a variant with a Lightning registry, unless the strategy lacks one of its arguments."""
     description, arguments = _variants[name]
     if arguments.keys() <= {*_arguments_of(strategy)}:
         registry.register(name, strategy, description=description, **arguments)
@@ -118,7 +118,7 @@ def _arguments_of(strategy: type) -> list[str]:
 
 
 def _join(module: Any, registry: str, strategy: type) -> None:
-    """Register all variants with a newly imported namespace; `module` is its `strategies`."""
+    """Register all variants with a newly imported Lightning package; `module` is its `strategies`."""
     module.DDPStrategy.register(strategy)  # which derives from a placeholder
     for name in _variants:
         _add(name, getattr(module, registry), strategy)
@@ -131,12 +131,12 @@ def available_variants() -> dict[str, str]:
 
 
 def variant_arguments(name: str) -> dict[str, Any]:
-    """Return the arguments of `CustomDDPStrategy` for a registered name; a KeyError for another one."""
+    """Return the strategy arguments for which a registered name stands; a KeyError for another name."""
     return dict(_variants[name][1])
 
 
 def register_builtin_variants() -> None:
-    """Register this package's variants with each namespace of Lightning, now or on its import."""
+    """Register this package's variants with each Lightning package, now or when it is imported."""
     for name, (description, arguments) in BUILTIN.items():
         register_variant(name, description=description, **arguments)
     join_fabric = partial(_join, registry="STRATEGY_REGISTRY", strategy=CustomFabricStrategy)
@@ -150,7 +150,7 @@ def register_builtin_variants() -> None:
 
 
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
-    """Return the message for a strategy that a Trainer has rejected; None if it is not ours."""
+    """Return a better message for a strategy that a Trainer has rejected; None if it is not ours."""
     if isinstance(strategy, str):
         known = {name for registry, _ in _joined for name in registry}
         meant = difflib.get_close_matches(strategy.lower(), sorted(known), n=1)

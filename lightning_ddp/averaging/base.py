@@ -42,7 +42,7 @@ class AveragerOptions:
 
 
 class Standing(Enum):
-    """Relation of the parameters of the ranks."""
+    """Enumeration of how far the parameters of the ranks are equal."""
 
     SAME = auto()
     """They are the same on all ranks."""
@@ -117,7 +117,7 @@ class Averager:
         """Raise `ConfigurationError` if the options do not fit the number of ranks; do not communicate."""
 
     def prepare(self) -> None:
-        """Create the groups and channels of the subclass, at construction and after `rejoin`."""
+        """Create a subclass's process groups and channels, at construction and after `rejoin`."""
 
     # ------------------------------------------------------------------ steps
 
@@ -128,12 +128,12 @@ class Averager:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks took the last step with averaged gradients, or have averaged since."""
+        """True if the last step used averaged gradients, or all ranks have averaged parameters since."""
         return self._standing is not Standing.APART
 
     @property
     def is_same(self) -> bool:
-        """True if no rank has trained alone since the parameters were equal, as counted here."""
+        """True if, by this rank's count of steps and rounds, the parameters of all ranks are equal."""
         return self._standing is Standing.SAME
 
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
@@ -160,27 +160,27 @@ class Averager:
             self._settle_phase()
 
     def _settle_phase(self) -> None:
-        """Begin the local phase once all used optimizers have taken `start_step` steps."""
+        """Start local training once all optimizers that are used have taken `start_step` steps."""
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
-        """Start the local phase; called once, while all ranks still hold the same parameters."""
+        """Initialize local training, once, while all ranks hold the same parameters; nothing by default."""
 
     def after_local_step(self, track: Track) -> None:
-        """Handle a step of the local phase: by default, run a round every `period` steps."""
+        """Run an averaging round if one is due after a local step: by default every `period` steps."""
         if track.num_local_steps % self.options.period == 0:
             self.finish_round(track)
 
     def finish_round(self, track: Track) -> None:
-        """Run a round to its end; it has to be due."""
+        """Run an averaging round that is due, and record whether parameters are equal after it."""
         self.round(track)
         self._standing = Standing.MET if self.mixes_rounds or len(self.tracks) > 1 else Standing.SAME
 
     def round(self, track: Track) -> None:
-        """Average the parameters of one optimizer; a subclass may do more."""
+        """Average one optimizer's parameters and the buffers over all ranks; a subclass may do more."""
         self.average_parameters(track, self.channel)
         self.settle(track)
 
@@ -212,7 +212,7 @@ class Averager:
         return True
 
     def settle(self, track: Track) -> None:
-        """Finish a round: treat the optimizer state as its option says, and average buffers."""
+        """Average buffers, and keep, average or reset the optimizer's state, at the end of a round."""
         if self.options.optimizer_state == "reset":
             for name in track.names:
                 track.optimizer.state[self.parameters[name]].clear()
@@ -222,7 +222,7 @@ class Averager:
         self.run(lambda: average_buffers(self.channel, self.module))
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a function in the communication thread and wait until it has returned."""
+        """Run a function in the averager's communication thread and wait until it has returned."""
         self.channel.wait(self.channel.submit(job))
 
     # ------------------------------------------------------------------ other ranks
@@ -244,22 +244,22 @@ class Averager:
 
     @property
     def keeps_parameters(self) -> bool:
-        """True if this rank ends the round that was interrupted here with its own parameters."""
+        """True if this rank completes an interrupted round with its own parameters, not another rank's."""
         return False
 
     def mark(self) -> Any:
-        """Return the state that steps and rounds change beside the parameters, for `restore`."""
+        """Return a copy of what steps and rounds change beside the parameters, for `restore`."""
         return self._is_local, [(track.num_steps, track.num_local_steps) for track in self.tracks]
 
     def restore(self, mark: Any) -> None:
-        """Undo all changes since `mark`, which was made when all ranks had met."""
+        """Reset step counts and other state to `mark`, made when no rank had unaveraged steps."""
         self._is_local, counts = mark
         for track, (num_steps, num_local_steps) in zip(self.tracks, counts, strict=True):
             track.num_steps, track.num_local_steps = num_steps, num_local_steps
         self.settle_others()
 
     def settle_others(self) -> None:
-        """Note that all ranks have the state of the last meeting, after ranks were lost."""
+        """Record that all ranks are back at the state of the last average, after ranks were lost."""
         self._standing = Standing.MET if self._is_local and self.mixes_rounds else Standing.SAME
 
     def for_others(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class Averager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore a state; return one sentence for each item that could not be restored."""
+        """Load a `state_dict()`; return one sentence for each item that could not be restored."""
         if state.get("format") != STATE_FORMAT:
             raise ConfigurationError(
                 f"state of averager {self.name!r} has format {state.get('format')!r}, but this release"
@@ -367,7 +367,7 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 def average_optimizer_state(
     channel: Channel, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Average an optimizer's floating-point state of its parameters, in a job of the channel.
+    """Average an optimizer's floating-point state tensors over the ranks; call it in a channel's job.
 
     Step counts are unchanged. If a parameter has no state on some rank, because it had no gradient there,
     the other ranks keep their state.

@@ -114,7 +114,7 @@ class HierarchicalSGD(Averager):
     options: HierarchicalSGDOptions
 
     def check_ranks(self) -> None:
-        """Reject groups that do not divide the ranks, unless there is one rank, as while joining."""
+        """Raise ConfigurationError unless the group sizes divide the number of ranks (or it is 1)."""
         size, sizes = self.group.size, self._sizes()
         require(
             size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),
@@ -127,7 +127,7 @@ class HierarchicalSGD(Averager):
             channel.halt()
 
     def _sizes(self) -> dict[int, int]:
-        """Return the number of ranks in a group, by period."""
+        """Return the number of ranks in an averaging group, by period in steps."""
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:

@@ -33,7 +33,7 @@ class OuterAverager(Averager):
         self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
-        """Update `anchor` and `momentum` (1-D) in place, with the learning rate of the optimizer.
+        """Take an outer optimizer step on `anchor` and `momentum` (1-D, in place); `lr` is the inner rate.
 
         `delta` is the anchor minus the mean of the ranks' parameters, and may be changed.
         """

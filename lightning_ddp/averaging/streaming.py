@@ -47,7 +47,7 @@ class StreamingDiLoCoOptions(DiLoCoOptions):
 
 @dataclass(kw_only=True)
 class _Exchange:
-    """The exchange of a fragment, from its start until it is applied."""
+    """Pending average of one fragment's parameter changes, from its start until it is applied."""
 
     names: list[str]
     due: int
@@ -75,7 +75,7 @@ class StreamingDiLoCo(DiLoCo):
         self._begin_again(vars(self).get("_under_way", {}))
 
     def _begin_again(self, under_way: dict[int, _Exchange]) -> None:
-        """Keep exchanges, which all ranks have to send again."""
+        """Set the pending exchanges, without their results, so that all ranks send them again."""
         self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
 
     def after_local_step(self, track: Track) -> None:
@@ -116,7 +116,7 @@ class StreamingDiLoCo(DiLoCo):
             self.finish_round(track)
 
     def round(self, track: Track) -> None:
-        """Finish the outer step of the pending fragment, and mix it in.
+        """Wait for the pending fragment's average, take its outer step and mix it into the parameters.
 
         Parameters change last, when nothing is to be communicated any more.
         """
@@ -148,13 +148,13 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def _due(self) -> dict[int, _Exchange]:
-        """Return the exchanges whose round this rank is in."""
+        """Return the pending exchanges that are due at this rank's step count, by optimizer index."""
         steps = [track.num_local_steps for track in self.tracks]
         return {index: each for index, each in self._under_way.items() if steps[index] >= each.due}
 
     @property
     def keeps_parameters(self) -> bool:
-        """True in a round, which mixes what is common into the rank's own parameters."""
+        """True while a round is due, as it mixes outer parameters into the rank's own ones."""
         return bool(self._due)
 
     def mark(self) -> Any:

@@ -29,7 +29,7 @@ from lightning_ddp.launch.job_context import JobContext
 
 
 class EmergencyObserver(StepObserver):
-    """Observer of a fit whose only provision for a failure is its last checkpoint.
+    """Observer of a fit that any failure ends; it keeps steps whole, for an emergency checkpoint.
 
     From the end of a backward until the schedulers have followed the optimizer the main thread is not
     interrupted, unless it waits for other ranks: a step is committed as a whole.
@@ -57,7 +57,7 @@ class EmergencyObserver(StepObserver):
 
 
 class EmergencyCheckpoint:
-    """The checkpoint of one fit that a failure ends: of the last step in its ledger.
+    """Writer of a checkpoint of the last committed step, for one fit, when a failure ends the fit.
 
     Args:
         folder: folder to save to; None for `emergency/` beside that of its checkpoints, if it makes any.
@@ -71,7 +71,7 @@ class EmergencyCheckpoint:
         ours.save_last = self.save
 
     def save(self) -> str | None:
-        """Write the checkpoint, if there is anything new to save; return its path. Does not communicate."""
+        """Write the checkpoint if this fit has committed a step; return its path, or None. No collectives."""
         folder = self._folder or self._default_folder()
         if not is_fitting(self._trainer) or self._ledger.step == self._first_step or not folder:
             return None
@@ -87,7 +87,7 @@ class EmergencyCheckpoint:
         return None
 
     def _default_folder(self) -> str | None:
-        """Return `emergency/` beside the folder of the Trainer's checkpoints; None if it makes none."""
+        """Return the path `emergency/` beside the Trainer's checkpoint folder; None if it saves none."""
         callbacks = sorted(self._trainer.checkpoint_callbacks, key=lambda each: saved_last(each) is None)
         if not callbacks or getattr(self._trainer, "fast_dev_run", False):
             return None
@@ -96,7 +96,7 @@ class EmergencyCheckpoint:
         return f"{parent}/emergency"
 
     def _settle(self) -> str | None:
-        """Make the state that of the last committed step; return the reason if it cannot be."""
+        """Roll the Trainer back to the last committed step; return the reason if impossible, else None."""
         ledger = self._ledger
         is_torn = self._ours.alarm.is_forced and ledger.cursor is Cursor.COMMITTED  # perhaps in a scheduler
         if ledger.cursor is Cursor.COPYING:
@@ -130,7 +130,7 @@ class EmergencyCheckpoint:
 
 
 def _unused(stem: str, ending: str) -> str:
-    """Return the path of a new file, numbered as Lightning numbers its own (`-v1`) if another run has one."""
+    """Return `stem` + `ending` as the path of a new file, with `-v1`, `-v2` ... between if it exists."""
     path, number = stem + ending, 0
     system, _ = fsspec.core.url_to_fs(path)
     while system.exists(path):

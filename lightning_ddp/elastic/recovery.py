@@ -56,7 +56,7 @@ _log = logging.getLogger("lightning_ddp")
 
 
 class Recovery(StepObserver):
-    """Reaction of one fit to lost ranks, and to ranks that join or leave.
+    """Observer that lets one `fit` continue after ranks are lost, join or leave, by wrapping its loops.
 
     Collective: all ranks must construct it, except those that join.
 
@@ -141,7 +141,7 @@ class Recovery(StepObserver):
         return loss * self.dealer.weight(self._loop.batch_idx) if is_split else loss
 
     def end_backward(self) -> None:
-        """Defer interrupts: from here to the next boundary only waits for other ranks are interrupted."""
+        """Defer interrupts by failures until the next step boundary, except in waits for other ranks."""
         self._calls.defer(True)
 
     def agree(self) -> None:
@@ -155,12 +155,12 @@ class Recovery(StepObserver):
         self.ledger.begin_update()
 
     def _settle(self) -> None:
-        """Return once all collectives have ended well on a device, where an abort leaves half of a result."""
+        """Wait until the group's collectives on a GPU have succeeded, as an abort leaves half a result."""
         if self._device.type == "cuda":
             self._group().wait_device(self._device)
 
     def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective; after a loss in hooks of a committed step, return what `alone` gives instead."""
+        """Return a collective's result; if a rank is lost after the step is committed, `alone()` instead."""
         try:
             result = call()
             if self.ledger.cursor is Cursor.COMMITTED:
@@ -180,7 +180,7 @@ class Recovery(StepObserver):
         return self._trainer.fit_loop.epoch_loop
 
     def check_sanity(self, check: Callable[[], None]) -> None:
-        """Make the loaders of validation, and check; a process that joins waits for the others instead."""
+        """Set up validation loaders and run the sanity check; a joining process joins the run instead."""
 
         def set_up() -> None:  # in all processes at the same point of the set-up
             if self._trainer.enable_validation:
@@ -196,7 +196,7 @@ class Recovery(StepObserver):
             self.repeat(check)
 
     def start_epoch(self, start: Callable[[], None]) -> None:
-        """Begin an epoch; a process that has joined begins in that of the others."""
+        """Begin a training epoch, again if ranks are lost; a joined process enters the running one."""
         if self._journal is not None:
             self._journal.end()
         if self._joined is not None:  # of an epoch that has begun for the others
@@ -214,7 +214,7 @@ class Recovery(StepObserver):
         self.repeat(start_whole, is_new_epoch=True)
 
     def advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
-        """Run a batch, or a round of them, until it is committed."""
+        """Run a training batch; after a loss of ranks, repeat it, or finish it if its step is committed."""
         if self._joined is not None:
             self._enter_late(self._joined)
 
@@ -233,7 +233,7 @@ class Recovery(StepObserver):
                 raise
 
     def _begin(self) -> bool:
-        """Pass the boundary between two batches; return True if all stop there for ranks to join or leave."""
+        """Record a batch boundary; return True if all ranks pause there because ranks join or leave."""
         self._calls.defer(True)
         may_meet = self.ledger.reach_boundary()
         self._calls.defer(False)
@@ -241,7 +241,7 @@ class Recovery(StepObserver):
         return self._stop.check()
 
     def _meet_at_boundary(self) -> None:
-        """Prepare to meet at this boundary, where others join or leave. All ranks call it; communicates."""
+        """Prepare to form a new process group as ranks join or leave. All ranks call it; communicates."""
         self._calls.meet()
         if self._calls.state.has_new:
             self._handover = Handover.of(
@@ -255,7 +255,7 @@ class Recovery(StepObserver):
         self._is_meeting = True
 
     def end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
-        """Validate, if it is time. In local training the ranks agree before, and at the end of the epoch."""
+        """Validate after a batch if due; in local training, average parameters before it and at epoch end."""
         trainer = self._trainer  # time decides where there is no interval
         validates = validates_now(trainer) or (trainer.val_check_batch is None and trainer.enable_validation)
         if self._loop.done:
@@ -271,7 +271,7 @@ class Recovery(StepObserver):
             self.ledger.skip_rest()
 
     def _agree(self) -> bool:
-        """Average the parameters, which commits a round; return False if all undo it. Communicates."""
+        """Average the parameters over all ranks; return False if a loss of ranks undid steps. Collective."""
 
         def agree() -> None:
             if not self.ledger.is_alone and self._communication.agree():
@@ -280,13 +280,13 @@ class Recovery(StepObserver):
         return self.repeat(agree)
 
     def end_run(self, end: Callable[[], None]) -> None:
-        """Call the hooks `on_train_end`, after which nobody may leave."""
+        """Run the hooks `on_train_end`, again if ranks are lost; a request to leave now stops all ranks."""
         self._calls.stop_instead_of_leaving()
         self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
 
     def repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> bool:
-        """Run a part of the loops without steps; return False if steps before it were undone.
+        """Run `phase` (no optimizer steps), again if ranks are lost; return False if that undid steps.
 
         It is repeated from its beginning; `is_new_epoch` if the loop still counts the batches of another one.
         """
@@ -316,7 +316,7 @@ class Recovery(StepObserver):
     def _through(
         self, work: Callable[[], None], is_over: Callable[[], bool], num_batches: int | None = None
     ) -> bool:
-        """Run a part of the loops until it has come to its end, or `is_over` after a change (then False)."""
+        """Call `work` until it completes, regrouping after a loss; return False if `is_over` then holds."""
         while not self._completes(work) or self._is_meeting:
             self._enter(num_batches)
             if is_over():
@@ -324,7 +324,7 @@ class Recovery(StepObserver):
         return True
 
     def _completes(self, work: Callable[[], None]) -> bool:
-        """Call a function; return False if it was interrupted, and the remaining ranks are to meet."""
+        """Call `work`; return False if a loss of ranks interrupted it and the remaining ranks regroup."""
         try:
             try:
                 work()
@@ -343,14 +343,14 @@ class Recovery(StepObserver):
         return False
 
     def _let_go(self, *, has_met: bool = False) -> None:
-        """End what this process has called or queued with the others, and leave their group."""
+        """Abort this process's collectives and queued communication, and leave the process group."""
         self._communication.halt()
         self._ours.forget_device()
         self._calls.stop(has_met=has_met)
         leave(self._ours, self._trainer.strategy.model, self._device)
 
     def _enter_next(self, wait: Callable[[], NewGeneration], *, has_met: bool = False) -> NewGeneration:
-        """Enter the generation that `wait` returns, or a later one if a rank is lost meanwhile."""
+        """Join and return the new set of ranks from `wait`, or a later one if a rank is lost meanwhile."""
         entered: list[NewGeneration] = []
 
         def attempt() -> None:
@@ -372,7 +372,7 @@ class Recovery(StepObserver):
         return entered[-1]
 
     def _enter(self, num_batches: int | None) -> None:
-        """Enter the next generation, and finish or undo what was interrupted.
+        """Join the next generation (set of ranks), and finish or undo the interrupted step.
 
         `num_batches` of the epoch are used; None for the loop's count.
         """
@@ -406,7 +406,7 @@ class Recovery(StepObserver):
         self.ledger.resume()
 
     def _hand_over(self, new: NewGeneration) -> None:
-        """Send all that this rank has to those that join, or take it. All ranks call it; communicates."""
+        """Broadcast one rank's training state to the ranks that join. All ranks call it; communicates."""
         source = new.members.index(new.source)
         sent = self._handover if self._group().rank == source else None
         received = broadcast_nested(self._group(), sent, source, self._device, label="state to join with")
@@ -417,7 +417,7 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ a process that joins
 
     def _join(self) -> None:
-        """Wait until the others let this process in, and take their state over."""
+        """Wait until the running ranks admit this process, and take over their training state."""
         self._trainer.fit_loop.setup_data()
         self._calls.defer(True)
 
@@ -436,7 +436,7 @@ class Recovery(StepObserver):
         self._joined = self._enter_next(wait)
 
     def _enter_late(self, new: NewGeneration) -> None:
-        """Take over the loops, before the first step of a process that has joined."""
+        """Restore loop counters and data position, and seed, before a joined process's first step."""
         assert self._handover is not None
         self._handover.restore_loops(self._trainer, self.dealer)
         self._num_recoveries = self._handover.num_recoveries
@@ -451,7 +451,7 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ after each regroup
 
     def _copy_state(self, new: NewGeneration) -> None:
-        """Give the state of one rank to those that are a step behind. All ranks call it; communicates.
+        """Copy parameters and optimizer state to ranks a step behind. All ranks call it; communicates.
 
         Learning rates stay: the scheduler's step after this one is still to come on a rank that is behind.
         """
@@ -487,7 +487,7 @@ class Recovery(StepObserver):
             self.ledger.end_copy(new.step)
 
     def _deal(self, num_batches: int) -> None:
-        """Deal the rest of the epoch over the present ranks."""
+        """Redistribute the epoch's unused samples over the present ranks, and drop prefetched batches."""
         rank, world_size, states = self._calls.state.rank, self._trainer.world_size, RandomStates()
         self.dealer.deal(num_batches, rank, world_size)
         if loaders_of(self._trainer.fit_loop):  # not so in the sanity check
@@ -500,7 +500,7 @@ class Recovery(StepObserver):
         limit_validation(self._trainer)
 
     def _tell(self, new: NewGeneration, error: PeerFailure | None) -> None:
-        """Tell callbacks, module and loggers of a change of the ranks, and rank 0 the log."""
+        """Report a change of the ranks to callbacks, module and loggers, and on rank 0 to the log."""
         before, self._members = self._members, new.members  # generations that were never whole are not told
         gone = tuple(rank for rank, slot in enumerate(before) if slot not in new.members)
         left = tuple(rank for rank in gone if before[rank] in new.left)

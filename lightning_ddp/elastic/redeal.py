@@ -25,7 +25,7 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 def share_of(
     rest: Sequence[Any], rank: int, world_size: int, *, drops_last: bool, fills: bool = True
 ) -> list[Any]:
-    """Return a rank's part of samples that are dealt in turn; all ranks' parts have one length.
+    """Return one rank's samples, every `world_size`-th of `rest`; all ranks get equally many.
 
     The rest is dropped, or the first ones fill it up; without `fills` the last ranks have one less.
 
@@ -43,7 +43,7 @@ def share_of(
 
 
 class DealtSampler(Sampler[Any]):
-    """Distributed sampler that can deal the rest of an epoch anew; the same as `inner` until then.
+    """Distributed sampler that can redistribute the rest of an epoch over other ranks; before, as `inner`.
 
     With `avoids_one` a last batch of a single sample gets another one, which is repeated; with `fills` ranks
     are dealt equally many samples, some of them repeated.
@@ -77,7 +77,7 @@ class DealtSampler(Sampler[Any]):
 
     @property
     def most(self) -> int:
-        """Number of samples of the first rank, which none has more of."""
+        """Number of samples that rank 0 gets of the epoch, or of its rest; no rank gets more."""
         return self._length(0)
 
     def _length(self, rank: int) -> int:
@@ -104,7 +104,7 @@ class DealtSampler(Sampler[Any]):
 
     @property
     def drops_last(self) -> bool:
-        """True if samples over a multiple of the ranks are dropped; else the first ones fill them up."""
+        """True if samples beyond a multiple of the world size are dropped, False if some are repeated."""
         return bool(getattr(self.inner, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
@@ -120,14 +120,14 @@ class DealtSampler(Sampler[Any]):
         self.inner.set_epoch(epoch)
 
     def order(self) -> list[Any]:
-        """Return the samples of the whole epoch in their order."""
+        """Return the samples of the whole epoch, of all ranks, in their order."""
         if self._is_plain:
             return _order_of(self.inner)
         self._order = _order_of(self.inner) if self._order is None else self._order
         return self._order
 
     def check(self) -> None:
-        """Refuse a sampler whose copy for one rank does not give the order that is dealt; draw nothing."""
+        """Raise ConfigurationError unless `inner` deals one order to the ranks in turn; draw no numbers."""
         if self._is_plain:
             return
         inner, random = self.inner, RandomStates()
@@ -149,17 +149,17 @@ class DealtSampler(Sampler[Any]):
             )
 
     def state(self) -> Any:
-        """Return the used part of the epoch and its order, for `load` in a process that joins."""
+        """Return how much of the epoch is used, and its sample order, for `load` in a process that joins."""
         order = None if self._is_plain else self.order()
         return self._num_used, self.num_batches, self.inner.num_replicas, order
 
     def load(self, state: Any) -> None:
-        """Take over the used part from another rank, before `deal`."""
+        """Set how much of the epoch is used from another rank's `state()`; call it before `deal`."""
         self._num_used, self.num_batches, num_replicas, self._order = state
         set_ranks(self.inner, 0, num_replicas)
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Deal the rest of the epoch, of which each rank has used some batches, over other ranks."""
+        """Redistribute what is left of the epoch, after `num_batches` per rank, over `world_size` ranks."""
         self._num_used += (num_batches - self.num_batches) * self._batch_size * self.inner.num_replicas
         self.num_batches = num_batches
         rest = self.order()[self._num_used :]
@@ -169,7 +169,7 @@ class DealtSampler(Sampler[Any]):
 
 
 class SplitBatches:
-    """Batch sampler that can split the batches of all ranks over fewer; the same as `inner` until then.
+    """Batch sampler that can split each global batch over fewer ranks; until then the same as `inner`.
 
     The batches of the `num_ranks` that there were at first are the global batch.
     """
@@ -185,12 +185,12 @@ class SplitBatches:
 
     @property
     def _num_samples(self) -> int:
-        """Number of samples of an epoch, of all ranks."""
+        """Number of samples in an epoch, over all ranks, after dropping or repeating the last ones."""
         parts = len(self.sampler.dataset) / self._num_ranks
         return self._num_ranks * (math.floor(parts) if self.sampler.drops_last else math.ceil(parts))
 
     def _all(self) -> list[list[Any]]:
-        """Return the samples of each step of the epoch, as all ranks at first would use them."""
+        """Return the samples of each global batch of the epoch, as with the original number of ranks."""
         order, drops_last = self.sampler.order(), self.sampler.drops_last
         shares = [share_of(order, r, self._num_ranks, drops_last=drops_last) for r in range(self._num_ranks)]
         dealt = [sample for row in zip(*shares, strict=True) for sample in row]
@@ -211,11 +211,11 @@ class SplitBatches:
         return (math.floor(batches) if self.drop_last else math.ceil(batches)) - self.sampler.num_batches
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Split the rest of the epoch, and later ones, over other ranks; as `DealtSampler.deal`."""
+        """Split the global batches after `num_batches`, and later epochs, over `world_size` ranks."""
         self.sampler.num_batches, self._part = num_batches, (rank, world_size)
 
     def weight(self, number: int) -> float:
-        """Return the weight of this rank's mean of a batch in the mean over the ranks."""
+        """Return the factor for this rank's loss in global batch `number`: share of samples times ranks."""
         if self._part is None:
             return 1.0
         rank, world_size = self._part
@@ -224,14 +224,14 @@ class SplitBatches:
 
 
 def _order_of(sampler: Any) -> list[Any]:
-    """Return the order of the whole epoch, which a distributed sampler for one rank has."""
+    """Return the samples of the whole epoch in order, from a copy of a distributed sampler for one rank."""
     alone = copy.copy(sampler)
     set_ranks(alone, 0, 1)
     return list(alone)
 
 
 def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
-    """Make a distributed sampler deal to other ranks from its next epoch on."""
+    """Set rank and number of replicas of a distributed sampler, for its next epoch."""
     sampler.num_replicas, sampler.rank = world_size, rank
     if hasattr(sampler, "num_samples"):
         size = len(sampler.dataset)
@@ -241,7 +241,7 @@ def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
 
 
 class Dealer:
-    """The samplers of the training dataloaders of one run, which begins with all ranks.
+    """Redistribution of the training dataloaders' samples among the ranks of one run, begun with all ranks.
 
     With `keeps_global` the global batch keeps its size, else that of each rank does.
     """
@@ -257,7 +257,7 @@ class Dealer:
         return loaders_of(self._trainer.fit_loop)
 
     def adopt(self, loader: Any) -> Any:
-        """Take over a dataloader's sampler, if the rest of an epoch can be dealt anew; return the loader."""
+        """Replace a dataloader's sampler by one that can redistribute an epoch; return the dataloader."""
         batches: Any = getattr(loader, "batch_sampler", None)
         inner = getattr(batches, "sampler", None)
         if not isinstance(loader, DataLoader) or not hasattr(inner, "num_replicas"):
@@ -281,18 +281,18 @@ class Dealer:
         return loader
 
     def most(self, loader: Any) -> int:
-        """Return the largest number of batches that a rank has of a loader that was taken over."""
+        """Return the largest number of batches that any rank gets from an adopted dataloader."""
         batches: float = loader.batch_sampler.sampler.most / loader.batch_sampler.batch_size
         return math.floor(batches) if loader.batch_sampler.drop_last else math.ceil(batches)
 
     def spare(self, loader: Any) -> Any:
-        """Return a batch of such a loader, for a rank that has none of its own."""
+        """Return the first batch of an adopted dataloader, for a rank that has no batch of its own."""
         batches = loader.batch_sampler
         some = batches.sampler.order()[: batches.batch_size]
         return loader.collate_fn([loader.dataset[index] for index in some])
 
     def check(self) -> None:
-        """Refuse several loaders where the global batch is kept."""
+        """Raise ConfigurationError for several dataloaders if the global batch keeps its size."""
         if self._keeps_global and len(self._loaders) > 1:
             raise ConfigurationError(
                 "on_failure with batch='global' supports one training dataloader, because samples of"
@@ -300,7 +300,7 @@ class Dealer:
             )
 
     def weight(self, number: int) -> float:
-        """Return the weight of this rank's gradients of a batch, of a global batch that is kept."""
+        """Return the factor for this rank's loss in global batch `number`: share of samples times ranks."""
         (loader,) = self._loaders
         return float(loader.batch_sampler.weight(number))
 
@@ -311,10 +311,10 @@ class Dealer:
             dealt.deal(num_batches, rank, world_size)
 
     def state(self) -> list[Any]:
-        """Return the used part of the epoch, of each loader."""
+        """Return how much of the epoch is used, and its sample order, for each training dataloader."""
         return [loader.batch_sampler.sampler.state() for loader in self._loaders]
 
     def load(self, states: list[Any]) -> None:
-        """Take over the used part from another rank, before `deal`."""
+        """Set how much of the epoch each dataloader has used, from another rank's `state()`; then `deal`."""
         for loader, state in zip(self._loaders, states, strict=True):
             loader.batch_sampler.sampler.load(state)

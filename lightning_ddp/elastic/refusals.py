@@ -31,7 +31,7 @@ def check_arguments(
     hook_has_state: bool,
     averager: AveragerPlan | None,
 ) -> None:
-    """Raise a ConfigurationError if arguments of the strategy ask for what cannot continue without a rank."""
+    """Raise ConfigurationError if strategy arguments rule out training on after the loss of a rank."""
     is_global, is_local = settings.batch == "global", averager is not None
     if isinstance(settings, ReplaceSettings) and start_method != "popen":
         _refuse(
@@ -59,7 +59,7 @@ def check_arguments(
 
 
 def check_backend(backend: str) -> None:
-    """Raise a ConfigurationError if an abort of this backend, in torch's spelling, ends the process."""
+    """Raise ConfigurationError if an abort of `backend`, in torch's spelling, would end the process."""
     problem = next(filter(None, map(recovery_problem, filter(is_nccl, backend_names(backend)))), None)
     if problem is not None:
         raise ConfigurationError(f"on_failure: training cannot continue after the loss of a rank: {problem}.")
@@ -75,7 +75,7 @@ def check_training(
     device_type: str,
     is_averaging: bool,
 ) -> None:
-    """Raise a ConfigurationError if training of a Trainer could not continue without a lost rank."""
+    """Raise a ConfigurationError if a Trainer's `fit` could not continue after the loss of a rank."""
     if num_nodes > 1 and start_method != "popen":
         what = f"num_nodes={num_nodes} and start_method={start_method!r}"
         why = "on the other nodes, the launching process ends all of them when one has died"
@@ -97,7 +97,7 @@ def check_training(
 
 
 def _check_schedule(trainer: Any, config: Any, num_ranks: int) -> None:
-    """Refuse a schedule whose end a fit can pass, as an epoch has more steps with fewer ranks."""
+    """Raise ConfigurationError if a fit on `num_ranks` ranks may take more steps than its LR schedule has."""
     end = getattr(config.scheduler, "total_steps", None)
     has_max_epochs = trainer.max_epochs is not None and trainer.max_epochs >= 0
     if end is None or (config.interval == "epoch" and has_max_epochs):
@@ -113,7 +113,7 @@ def _check_schedule(trainer: Any, config: Any, num_ranks: int) -> None:
 
 
 def _most_steps(trainer: Any, num_ranks: int) -> float:
-    """Return how many optimizer steps a fit takes at most: with so few ranks from its beginning.
+    """Return the largest possible number of optimizer steps of a fit: with `num_ranks` ranks from its start.
 
     All ranks call it; it communicates, unless the dataloaders of training are set up.
     """
@@ -134,7 +134,7 @@ def _most_steps(trainer: Any, num_ranks: int) -> float:
 
 
 def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
-    """Return how many batches of an epoch, dealt to `world_size` ranks now, each of so few ranks has."""
+    """Return how many batches per epoch each rank gets if `num_ranks` ranks, not `world_size`, share them."""
     few = min(num_ranks, world_size)
     if loader.batch_size is None:  # it has a batch sampler
         return math.ceil((len(loader) + 1) * world_size / few)
@@ -144,7 +144,7 @@ def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
 
 
 def check_next_run(trainer: Any, *, is_same: bool) -> None:
-    """Raise a ConfigurationError where a script that has lost ranks goes on with what needs all of them.
+    """Raise ConfigurationError if a script that has lost ranks starts another fit, or uses another Trainer.
 
     That is a fit, or a Trainer that is not the same as in the fit that has lost them.
     """

@@ -32,7 +32,7 @@ _ABORTED_WITHIN_S = 20.0  # longest time for communicators of NCCL and queued wo
 
 
 def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> None:
-    """Let go of a group with aborted connections, which a `BucketedDDP` used. Does not communicate."""
+    """Destroy process groups after an abort, and close the reducer that used them. Does not communicate."""
     end_collectives(ours, device)
     if wrapper is not None:
         wrapper.reducer.close()
@@ -69,7 +69,7 @@ def end_collectives(ours: FailureHandler, device: torch.device) -> None:
 
 
 def take_rank(context: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
-    """Return the rank and the local rank of this process in a new generation, and kill its lost processes.
+    """Return this process's rank and local rank among the new ranks; kill lost ranks' local processes.
 
     A node has had `num_processes` at first.
     """
@@ -92,7 +92,7 @@ def meet_again(
     meet_within: timedelta,
     device: torch.device,
 ) -> Any:
-    """Make the default process group of a new generation. All its ranks call it; return once all have.
+    """Create and return the default process group of the new set of ranks, which must all call it.
 
     gloo cannot be interrupted where it waits for a peer to connect, which may be lost at this very moment: so
     it begins when all have come, and gives up soon.

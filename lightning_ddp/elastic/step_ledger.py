@@ -16,7 +16,7 @@ from lightning_ddp.supervise.orders import NewGeneration, Progress
 
 
 class Cursor(Enum):
-    """Place of a rank in a step."""
+    """Enumeration of the stages of a training step at which a rank can be."""
 
     BOUNDARY = auto()  # between two steps; nothing of the next one has begun
     COMPUTING = auto()  # a step; also between two steps of a round of local training, committed together
@@ -27,7 +27,7 @@ class Cursor(Enum):
 
 
 class StepLedger:
-    """Cursor of one rank in one fit, with the state to go back to.
+    """Record of how far one rank is in one fit, with saved state to undo an uncommitted step.
 
     Without an averager the unit of commit is an optimizer step. In local training it is a round: the steps
     up to the next moment at which all ranks average, which is the end of an epoch at the latest.
@@ -63,13 +63,13 @@ class StepLedger:
 
     @property
     def must_redo(self) -> bool:
-        """True if the present step, or its part so far, is not committed."""
+        """True if the step in progress is not committed, so that it has to be repeated after a loss."""
         cursor = self._before_copy if self.cursor is Cursor.COPYING else self.cursor
         return cursor in (Cursor.BOUNDARY, Cursor.COMPUTING, Cursor.UPDATING)
 
     @property
     def is_whole(self) -> bool:
-        """True if the state is that of the last commit, except for what can be undone."""
+        """True if the training state is that of the last committed step, or can be rolled back to it."""
         if self.cursor is Cursor.COPYING:
             return False
         if not self.must_redo or (self.mark is not None and self.mark.has_weights):
@@ -78,17 +78,17 @@ class StepLedger:
 
     @property
     def is_alone(self) -> bool:
-        """True while this rank finishes what the others have finished already, without them."""
+        """True while this rank completes, without collectives, work that the other ranks have completed."""
         return self.phase < self.last_phase
 
     @property
     def num_in_unit(self) -> int:
-        """Number of batches since the last boundary at which the ranks may meet."""
+        """Number of batches since the last boundary at which ranks may join or leave; 0 once committed."""
         completed = int(self.trainer.fit_loop.epoch_loop.batch_progress.current.completed)
         return completed - self.mark.num_batches if self.must_redo and self.mark is not None else 0
 
     def progress(self, *, is_trying: bool) -> Progress:
-        """Return what this rank reports after a loss; `is_trying` if the next step had begun."""
+        """Return this rank's progress as reported after a loss of ranks; `is_trying` if a step had begun."""
         phase = self.phase
         if self.must_redo:
             phase = self.mark.phase if self.mark is not None else phase
@@ -99,7 +99,7 @@ class StepLedger:
     # ------------------------------------------------------------------ told by the loops
 
     def begin_fit(self) -> None:
-        """Forget where an earlier fit has ended, which may have failed in the middle of a step."""
+        """Reset the record for a new fit; an earlier one may have failed in the middle of a step."""
         self.cursor, self.mark, self.phase_mark = Cursor.PHASE, None, None
         self._num_backwards, self._has_gradients = 0, False
 
@@ -108,7 +108,7 @@ class StepLedger:
         self._snapshot = None
 
     def reach_boundary(self) -> bool:
-        """Note the boundary before a batch; return False in an accumulation window or a local round."""
+        """Record that a batch begins; return True if a new optimizer step or local round begins with it."""
         self._num_backwards = 0
         loop: Any = self.trainer.fit_loop.epoch_loop
         in_window = loop.batch_progress.current.completed % self.trainer.accumulate_grad_batches
@@ -138,13 +138,13 @@ class StepLedger:
         self.phase_mark = PhaseMark(self.trainer)
 
     def end_phase(self) -> None:
-        """Note that a part of the loops, or a batch, is finished."""
+        """Count a finished batch, validation or other part of the loops."""
         self.phase += 1
         if self.cursor is Cursor.COMMITTED:
             self.cursor = Cursor.PHASE
 
     def skip_rest(self) -> None:
-        """Note that the epoch ends here: gradients that wait for more batches are dropped."""
+        """Record that the epoch ends here, so that gradients accumulated since the last step are dropped."""
         self._has_gradients = False
         if not self._keeps_marks or self.communication.has_met:
             self.cursor = Cursor.PHASE
@@ -159,7 +159,7 @@ class StepLedger:
         self.output = output.detach() if isinstance(output, torch.Tensor) else output
 
     def begin_backward(self) -> None:
-        """Note that a backward begins: another one of a batch is that of an optimizer that moves weights."""
+        """Record a start of backward; a second one in a batch is by an optimizer that moved weights."""
         self._has_gradients = True
         if self.is_automatic or self.cursor is not Cursor.UPDATING:
             self.cursor = Cursor.COMPUTING
@@ -170,7 +170,7 @@ class StepLedger:
         self.cursor = Cursor.UPDATING
 
     def take_step(self) -> None:
-        """Note that an optimizer step is finished, with the average of parameters that may follow it."""
+        """Record that an optimizer step, and any parameter averaging after it, is done; commit if whole."""
         self._has_gradients = False
         if not self.is_automatic:  # other steps of the batch may follow
             self.cursor = Cursor.UPDATING
@@ -180,12 +180,12 @@ class StepLedger:
             self._commit()
 
     def end_batch(self) -> None:
-        """Note that a batch is over, except for the hooks of its end."""
+        """Record that a batch is done but for its end hooks; with manual optimization, commit its steps."""
         if not self.is_automatic and self.cursor is Cursor.UPDATING:
             self._commit()
 
     def agree(self) -> None:
-        """Note that all ranks have averaged their parameters; between two steps this ends a round."""
+        """Record that all ranks have averaged parameters; between two steps, commit the round."""
         if not self._has_gradients:
             self._commit()
 
@@ -194,7 +194,7 @@ class StepLedger:
         self._settle_unit(self.cursor)
 
     def _settle_unit(self, before: Cursor) -> None:
-        """Note that a unit is committed, or copied; `before` is the cursor before that."""
+        """Save counters and set the stage after a commit or copy; `before` is the stage before that."""
         self.num_stepped = batches_that_stepped(self.trainer)
         self.loaders = loader_states(self.trainer)
         if before is Cursor.BOUNDARY:
@@ -207,13 +207,13 @@ class StepLedger:
             self.cursor = Cursor.COMMITTED
 
     def finish_alone(self) -> None:
-        """Finish the present part of the loops without the other ranks."""
+        """Make `is_alone` True until this rank has finished the current part of the loops."""
         self.last_phase = max(self.last_phase, self.phase + 1)
 
     # ------------------------------------------------------------------ after a loss
 
     def undo(self) -> None:
-        """Go back to the last boundary, if the present step is not committed."""
+        """Restore the state of the last step boundary if the current step is not committed."""
         if self.must_redo and self.mark is not None:
             if self.phase_mark is not None:
                 self.phase_mark.restore()
@@ -222,7 +222,7 @@ class StepLedger:
             self._num_backwards, self._has_gradients = 0, False
 
     def settle(self, generation: NewGeneration) -> None:
-        """Make the state that of the step with which all go on, unless it has to be copied."""
+        """Roll back to the step from which all ranks continue, unless this rank has to copy a newer state."""
         if self.phase_mark is not None:
             self.phase_mark.restore_weights()  # others may copy them
         self.last_phase = generation.phase
@@ -239,7 +239,7 @@ class StepLedger:
         self._settle_unit(self._before_copy)
 
     def resume(self) -> None:
-        """Put back what the recovery itself has changed: the last thing before training continues."""
+        """Restore random states and others that the recovery has changed, just before training continues."""
         if self.must_redo and self.mark is not None:
             self.mark.random.restore()
         elif self.phase_mark is not None:

@@ -22,50 +22,50 @@ class StepObserver:
 
     @property
     def is_alone(self) -> bool:
-        """True while this rank finishes what the others have finished already, without them."""
+        """True while this rank completes, without collectives, work that the other ranks have completed."""
         return self.ledger is not None and self.ledger.is_alone
 
     # ------------------------------------------------------------------ steps
 
     def begin_fit(self) -> None:
-        """Forget where an earlier fit has ended."""
+        """Reset the record of committed steps, if one is kept, for a new fit."""
         if self.ledger is not None:
             self.ledger.begin_fit()
 
     def begin_batch(self, batch: Any) -> None:
-        """Take note of the batch that is used now; does nothing here, subclasses may keep it."""
+        """Receive the batch about to be trained on; does nothing here, subclasses may keep it."""
 
     def end_forward(self, output: Any) -> None:
-        """Note the output of `training_step`."""
+        """Receive the output of `training_step`; does nothing here, subclasses may keep it."""
 
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Note that a backward begins; return the loss times this rank's weight in the mean."""
+        """Record a start of backward; return the loss, which a subclass may multiply by a rank's weight."""
         if self.ledger is not None:
             self.ledger.begin_backward()
         return loss
 
     def end_backward(self) -> None:
-        """Note that a backward is over."""
+        """Do nothing at the end of a backward pass; subclasses may defer interrupts."""
 
     def end_step(self) -> None:
-        """Note that an optimizer step is finished, with the average of parameters that may follow it."""
+        """Record, if a record is kept, that an optimizer step, and averaging that may follow it, is done."""
         if self.ledger is not None:
             self.ledger.take_step()
 
     def agree(self) -> None:
-        """Note that all ranks have averaged their parameters outside of a step."""
+        """Do nothing after all ranks averaged parameters outside of a step; subclasses may commit a round."""
 
     # ------------------------------------------------------------------ collectives of hooks
 
     def repeat(self, phase: Callable[[], None]) -> bool:
-        """Run a part of the loops without steps, such as a validation; return False if steps were undone."""
+        """Run `phase`, such as a validation; return True, or False in a subclass that undid steps."""
         phase()
         return True
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of tensors that a collective overwrites, as far as they may be needed after it."""
+        """Return copies of tensors that a collective overwrites if they may be needed after it; here none."""
         return []
 
     def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective; `alone` returns this rank's own value in its place."""
+        """Return the result of a collective; a subclass may return `alone()` after a loss of ranks."""
         return call()

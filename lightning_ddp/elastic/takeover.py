@@ -38,7 +38,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Journal:
-    """Results of the collectives before the first epoch, kept for processes that join later.
+    """Recorded results of the collectives before the first epoch, replayed by processes that join later.
 
     Rank 0 publishes them when its first epoch begins, signed with the secret of the run: they are pickled.
     """
@@ -53,7 +53,7 @@ class Journal:
 
     @contextmanager
     def closed(self) -> Generator[None, None, None]:
-        """Leave out what communicates in this context: a process that joins does not do it."""
+        """Suspend recording of collectives in this context: a process that joins does not run them."""
         self._is_open = False
         try:
             yield
@@ -61,17 +61,17 @@ class Journal:
             self._is_open = True
 
     def end(self) -> None:
-        """Publish the results: what follows communicates in all processes."""
+        """Stop recording and publish the results; collectives from here on run in all processes."""
         self._is_open, self._has_ended = False, True
         self.publish()
 
     @property
     def is_read(self) -> bool:
-        """True if what communicates now is answered by what rank 0 has published."""
+        """True if this joining process takes results of collectives from rank 0's published record."""
         return self._is_reader and self._is_open
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a collective, from `call` or as rank 0 had it, if that was of this kind."""
+        """Return a collective's result, of `call` or from rank 0's record if its next entry has this kind."""
         if not self._is_open:
             return call()
         if self._results is None:
@@ -90,7 +90,7 @@ class Journal:
         return value
 
     def publish(self) -> None:
-        """Write all results to the store, if this is rank 0 and its first epoch has begun."""
+        """Write the recorded results to the store, if this is rank 0 and its first epoch has begun."""
         calls = self._context.control.calls
         if self._is_reader or not self._has_ended or calls is None or calls.state.rank != 0:
             return
@@ -119,7 +119,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class Handover:
-    """State of a member at a step boundary, for a process that joins there.
+    """Training state of a running rank at a step boundary, for a process that joins there.
 
     That one takes it over as a run that resumes does, except the loops: Lightning resumes in an epoch as if
     it had been interrupted, and would skip or repeat a batch. So their counters are set.
@@ -138,7 +138,7 @@ class Handover:
     def of(
         cls, trainer: Trainer, communication: Communication, dealer: Dealer, *, num_recoveries: int
     ) -> Handover:
-        """Return the state of this rank. All members call it, as hooks of a checkpoint may communicate."""
+        """Return this rank's training state. All ranks of a run call it: checkpoint hooks may communicate."""
         return cls(
             checkpoint=dump_checkpoint(trainer),
             shared=communication.shared_state(trainer.world_size) if communication.has_state else None,
@@ -151,7 +151,7 @@ class Handover:
         )
 
     def restore(self, trainer: Trainer, communication: Communication) -> None:
-        """Take over all except the loops. Does not communicate."""
+        """Load the training state into this process, except the loops' counters. Does not communicate."""
         restore_checkpoint(trainer, dict(self.checkpoint))
         if self.shared is not None:
             names = [name for name, _ in trainer.lightning_module.named_parameters()]
@@ -163,7 +163,7 @@ class Handover:
         trainer.should_stop = self.should_stop
 
     def restore_loops(self, trainer: Trainer, dealer: Dealer) -> None:
-        """Set the counters of the loops, inside the epoch."""
+        """Set the loops' counters and the used part of the data to those inside the running epoch."""
         load_loops(trainer, self.checkpoint["loops"]["fit_loop"])
         dealer.load(self.dealt)
 
@@ -180,7 +180,7 @@ def seed_generators(*, seed: int, rank: int, step: int) -> None:
 
 
 def share_versions(trainer: Trainer) -> None:
-    """Give the loggers of all ranks, which must call it, the version of those of rank 0."""
+    """Set the versions of all ranks' loggers to those of rank 0's loggers; all ranks must call it."""
     versions = trainer.strategy.broadcast([logger_version(logger) for logger in trainer.loggers])
     for logger, version in zip(trainer.loggers, versions, strict=True):
         set_logger_version(logger, version)

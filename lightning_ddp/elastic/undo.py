@@ -22,7 +22,7 @@ from lightning_ddp.ddp.buffers import ModuleSnapshot, copy_states, put_states
 
 
 def put_scale(scaler: Any, state: dict[str, Any]) -> None:
-    """Give a GradScaler the state from `state_dict`, as between two steps."""
+    """Load a `state_dict` into a GradScaler, and drop what it knows of a step in progress."""
     if state:  # it is enabled
         scaler.scale(torch.ones(()))  # from now on it has a scale to be set
         scaler.update(state["scale"])  # which forgets what it knows of a step that has begun
@@ -30,7 +30,7 @@ def put_scale(scaler: Any, state: dict[str, Any]) -> None:
 
 
 class RandomStates:
-    """States of the global random number generators of torch, Python and numpy, at construction."""
+    """States of the global random number generators of torch, Python and numpy, copied at construction."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -53,7 +53,7 @@ def _copies_of(counters: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
 
 
 class Mark:
-    """The state at a step boundary, to go back to it; the snapshot of the module is taken again.
+    """Copy of the training state at a step boundary, to undo a step; takes the module's snapshot again.
 
     With `has_weights` also parameters and optimizers, which an interrupted step may have changed. With
     `is_round` also what whole batches change, as several of them are undone together.
@@ -89,7 +89,7 @@ class Mark:
         }
 
     def restore(self) -> None:
-        """Undo all changes since, except to random number generators."""
+        """Restore the training state at the step boundary, except that of random number generators."""
         if self._batches is not None:
             self._batches.restore_weights()
             self._batches.restore()
@@ -111,7 +111,7 @@ class Mark:
 
 
 def models_of_callbacks(trainer: Trainer) -> list[torch.nn.Module]:
-    """Return the models that callbacks keep, such as moving averages, which may stand in for the model."""
+    """Return models that callbacks keep, such as moving averages, and may swap in for the trained model."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [
         value
@@ -124,7 +124,7 @@ def models_of_callbacks(trainer: Trainer) -> list[torch.nn.Module]:
 
 
 class PhaseMark:
-    """The state of a Trainer before a part of the loops without steps: a validation, the end of an epoch."""
+    """Copy of a Trainer's state before a part of the loops without steps (validation ...), to undo it."""
 
     def __init__(self, trainer: Trainer) -> None:
         module = trainer.lightning_module
@@ -153,12 +153,12 @@ class PhaseMark:
         ]
 
     def restore_weights(self) -> None:
-        """Put those back that callbacks exchange for validation; no committed step is undone."""
+        """Restore weights that callbacks have swapped for a validation; no committed step is undone."""
         for tensor, value in self._weights:
             tensor.data.copy_(value)
 
     def restore(self) -> None:
-        """Undo all changes since, except to weights and to checkpoints that were saved."""
+        """Restore the saved state, except weights, and callbacks that have saved a checkpoint since."""
         for owner, values in self._counters:
             vars(owner).update(values)
         set_batches_that_stepped(self._trainer, self._num_stepped)

@@ -19,7 +19,7 @@ for _name in [name for name in sys.modules if name.startswith("lightning_ddp.")]
 
 
 def install() -> None:
-    """Share Hydra's jobs and add the package's config groups, once the script has imported Hydra.
+    """Patch Hydra once the script imports it: ranks share its jobs, and this package's config groups exist.
 
     Does not import Hydra itself.
     """

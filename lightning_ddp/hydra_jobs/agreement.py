@@ -22,7 +22,7 @@ _ZERO_ON_RANK_0 = ("NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 def share_job(store: Any, *, rank: int) -> None:
-    """Make this process's job use rank 0's resolver values, where it composed its job itself.
+    """Make this process's Hydra job use rank 0's resolver values, if it composed its own configuration.
 
     Collective: all ranks must call it.
 
@@ -45,7 +45,7 @@ def share_job(store: Any, *, rank: int) -> None:
 
 
 def agree(config: Any) -> None:
-    """Use rank 0's values in a configuration that each of torchrun's ranks has composed.
+    """Replace resolver values in a Hydra configuration that each torchrun rank has composed by rank 0's.
 
     Changes nothing but the cache elsewhere. Raises as `share_job` does.
 
@@ -67,13 +67,13 @@ def _is_of_torchrun() -> bool:
 
 
 def _rank() -> int:
-    """Return this process's rank under torchrun; elsewhere 0 for rank 0 and its node, else more."""
+    """Return this process's rank under torchrun; elsewhere 0 on rank 0 (or its node), else more than 0."""
     names = ("RANK",) if _is_of_torchrun() else _ZERO_ON_RANK_0
     return max(int(os.environ.get(name) or 0) for name in names)
 
 
 def _read_rank_0(store: Any, config: Any, rank: int) -> list[str]:
-    """Store the job's values on rank 0; adopt them elsewhere. Return descriptions of differences."""
+    """Publish rank 0's resolver values in the store, or adopt them; return descriptions of differences."""
     jobs().shared, jobs().num_shared = config, jobs().num_shared + 1
     key, cache = f"{_KEY}/{jobs().num_shared}", attach(config)
     if rank == 0:
@@ -108,7 +108,7 @@ def _text_of(config: Any) -> str:
 
 
 def withhold_files(config: Any) -> None:
-    """Let only rank 0 write `.hydra` and the log file of a job; `give_files_back` restores the settings."""
+    """Disable `.hydra` and log files of a Hydra job on ranks above 0, until `give_files_back`."""
     from omegaconf import OmegaConf
 
     if _rank() > 0:
@@ -119,7 +119,7 @@ def withhold_files(config: Any) -> None:
 
 
 def give_files_back() -> None:
-    """Restore the settings that `withhold_files` has replaced, for the job to read."""
+    """Restore the settings of Hydra's output files that `withhold_files` removed, for the job to read."""
     from hydra.core.hydra_config import HydraConfig
 
     withheld, jobs().withheld = jobs().withheld, None

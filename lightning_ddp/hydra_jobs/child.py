@@ -31,7 +31,7 @@ if __name__ != "__main__":  # as `__main__`, this file loads them and itself by 
 
 
 def _load_early() -> None:
-    """Load some modules of the package under their full names, without the package itself."""
+    """Load the modules that a child needs first under their full names, without the package itself."""
     package = Path(__file__).resolve().parents[1]
     for name in ("errors", "hydra_jobs.handover", "hydra_jobs.jobs", "hydra_jobs.child"):
         path = package.joinpath(*name.split(".")).with_suffix(".py")
@@ -41,7 +41,7 @@ def _load_early() -> None:
 
 
 def run_program(descriptor: int, kind: str, program: str) -> None:
-    """Run the user's program in the module `__main__`, with `hydra.main` replaced."""
+    """Run the user's program as `__main__`, with a `hydra.main` that takes its job from the parent."""
     with handed_job(descriptor):
         if kind == "module":
             runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -53,7 +53,7 @@ def run_program(descriptor: int, kind: str, program: str) -> None:
 
 @contextlib.contextmanager
 def handed_job(descriptor: int) -> Iterator[None]:
-    """Replace `hydra.main`, so that the program run in this context takes the job of its parent.
+    """Replace `hydra.main`, so that the program run in this context takes the job of its parent process.
 
     Raises:
         SystemExit: the program ended without a call of the job's function, in which the process exits.
@@ -83,7 +83,7 @@ def _replace_main(job: Handover) -> None:
         def decorate(task_function: Callable[[Any], Any]) -> Any:
             @functools.wraps(task_function)
             def run_handed(cfg_passthrough: Any = None) -> Any:
-                """Run the parent's job, and exit this process after it; do nothing for other jobs."""
+                """Run the function if it is the parent's Hydra job, and exit then; else do nothing."""
                 if cfg_passthrough is not None:
                     return task_function(cfg_passthrough)
                 if job.task == task_name(task_function):
@@ -123,7 +123,7 @@ def _run(job: Handover, task_function: Callable[[Any], Any]) -> None:
 
 
 def _log_to_console(config: Any) -> None:
-    """Configure logging as the job does, without its log file, which only rank 0 writes."""
+    """Configure logging as Hydra does for the job, without its log file, which only rank 0 writes."""
     from hydra.core.utils import configure_log
     from omegaconf import OmegaConf
 

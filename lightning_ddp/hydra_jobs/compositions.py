@@ -36,7 +36,7 @@ _GROUPS = frozenset(["strategy", "trainer", "launcher", _PROVIDER])
 
 
 def _extend_hydra() -> None:
-    """Patch Hydra, here only: exchange two classes, also of objects that a job or a composition uses now."""
+    """Replace Hydra's config loader and callbacks by this package's subclasses, also in objects in use."""
     module: Any = hydra_module
     module.ConfigLoaderImpl, module.Callbacks = JobLoader, JobCallbacks
     living = GlobalHydra.instance().hydra
@@ -58,7 +58,7 @@ def _exchange(instance: Any, kind: type, subclass: type) -> None:
 
 
 def _job_in_progress() -> dict[str, Any] | None:
-    """Return the variables of Hydra's `run_job` if the job itself imports the package, in any thread."""
+    """Return the local variables of a running call of Hydra's `run_job`, in any thread; None without one."""
     for frame in sys._current_frames().values():
         caller: Any = frame
         while caller is not None:
@@ -69,7 +69,7 @@ def _job_in_progress() -> dict[str, Any] | None:
 
 
 class JobCallbacks(Callbacks):
-    """Hydra's callbacks, which report runs and jobs to `jobs`; unpickling them imports the package."""
+    """Hydra's callbacks, extended to record runs and jobs in `jobs`; unpickling imports the package."""
 
     def __init__(self, config: Any = None) -> None:
         if config is not None:
@@ -97,7 +97,7 @@ class JobCallbacks(Callbacks):
 
 
 class JobLoader(ConfigLoaderImpl):
-    """Hydra's loader with the package's groups, if a composition asks for them."""
+    """Hydra's configuration loader, with this package's config groups if a composition asks for them."""
 
     _asked: Set[str] = frozenset()
     """Groups that the latest composition has asked for."""
@@ -127,7 +127,7 @@ class JobLoader(ConfigLoaderImpl):
 
 
 def _asked_for(repository: Any, config_name: str | None, overrides: Any) -> Set[str]:
-    """Return the package's groups that a composition uses."""
+    """Return the names of this package's config groups that a composition uses."""
     if _has_path(repository):
         return _GROUPS
     asked = {_PROVIDER for override in overrides if override.key_or_group.startswith(f"{_PROVIDER}/")}
@@ -146,7 +146,7 @@ def _top_of_ours(group: str) -> str | None:
 
 
 def _lacking(repository: Any, config_name: str | None, overrides: Any) -> Set[str]:
-    """Return groups that the defaults name and that the program lacks, or of which it lacks the file."""
+    """Return config groups that the defaults list names and the program lacks, or whose file it lacks."""
     try:
         found = create_defaults_list(
             repository, config_name, overrides, prepend_hydra=True, skip_missing=True
@@ -161,7 +161,7 @@ def _lacking(repository: Any, config_name: str | None, overrides: Any) -> Set[st
 
 
 def _add_groups(repository: Any, groups: Set[str]) -> None:
-    """Add the package's groups to a repository, after the user's files and before the store."""
+    """Add this package's config groups to a Hydra repository, between the user's files and the store."""
     sources = repository.get_sources()
     sources[:] = [source for source in sources if not isinstance(source, _Groups)]
     if groups:
@@ -174,13 +174,13 @@ def _add_groups(repository: Any, groups: Set[str]) -> None:
 
 
 def _has_path(repository: Any) -> bool:
-    """Return True if the user's search path names the package `conf`."""
+    """Return True if the user's Hydra search path includes this package's configuration folder."""
     paths = [source.full_path() for source in repository.get_sources() if not isinstance(source, _Groups)]
     return f"pkg://{_PACKAGE}" in paths
 
 
 class _Groups(ImportlibResourcesConfigSource):
-    """The folder of `conf` as a source with the requested groups only."""
+    """Hydra configuration source of this package's folder `conf`, limited to the requested groups."""
 
     def __init__(self, groups: Set[str]) -> None:
         super().__init__(_PROVIDER, f"pkg://{_PACKAGE}")
@@ -199,7 +199,7 @@ class _Groups(ImportlibResourcesConfigSource):
 
 @functools.cache
 def _register_long_names() -> None:
-    """Register the groups below `lightning_ddp/` in Hydra's ConfigStore.
+    """Register this package's config files in Hydra's ConfigStore, in groups below `lightning_ddp/`.
 
     Not as `strategy`, `trainer` and `launcher`: Hydra 1 uses an entry of its store as the schema of a file of
     the same name, so a user's `trainer/gpu.yaml` could not be composed any more.

@@ -44,7 +44,7 @@ Composition = tuple[str | None, list[str], bytes]
 
 
 def nodes_of(container: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the nodes below a container, with their full keys, parents before children."""
+    """Yield the full key and the node of each OmegaConf node below a container, parents before children."""
     content = container._content
     if not isinstance(content, dict | list):  # None, '???' or an interpolation
         return
@@ -58,7 +58,7 @@ def nodes_of(container: Any) -> Iterator[tuple[str, Any]]:
 
 
 class JobCache(defaultdict[str, dict[Any, Any]]):
-    """Replacement of OmegaConf's resolver cache (resolver -> arguments -> value) that is not copied."""
+    """Replacement of OmegaConf's resolver cache (resolver -> arguments -> value), shared by its copies."""
 
     def __init__(self, cache: dict[str, dict[Any, Any]]) -> None:
         super().__init__(dict, {name: dict(values) for name, values in cache.items()})
@@ -73,7 +73,7 @@ class JobCache(defaultdict[str, dict[Any, Any]]):
         return type(self), (self.to_portable(),)
 
     def to_portable(self) -> dict[str, dict[Any, Any]]:
-        """Return the contents without unpicklable values, which each rank resolves itself."""
+        """Return the cache as a dict, without unpicklable values, which each rank resolves itself."""
         kept: dict[str, dict[Any, Any]] = {name: {} for name in self}
         for name, values in self.items():
             for key, value in values.items():
@@ -84,7 +84,7 @@ class JobCache(defaultdict[str, dict[Any, Any]]):
 
 
 def attach(config: Any, cache: JobCache | None = None) -> JobCache:
-    """Give a DictConfig without parent a `JobCache`, and return that cache.
+    """Set a `JobCache` as the resolver cache of a DictConfig without parent, and return that cache.
 
     Without `cache`, keep an existing `JobCache`, or make one with the values that OmegaConf has cached.
     """
@@ -96,13 +96,13 @@ def attach(config: Any, cache: JobCache | None = None) -> JobCache:
 
 
 def detach(config: Any) -> None:
-    """Restore OmegaConf's own cache in a configuration, with the values that it would hold."""
+    """Replace a configuration's `JobCache` by OmegaConf's own cache, with the values that it would hold."""
     known = {name: dict(values) for name, values in attach(config).items() if name != BY_PLACE}
     config._metadata.resolver_cache = defaultdict(dict, known)
 
 
 def answer_all(config: Any) -> None:
-    """Resolve every interpolation in `config`, so that its cache holds all values that exist."""
+    """Resolve every interpolation in `config`, to fill its resolver cache; skip those that fail."""
     for _, node in nodes_of(config):
         if node._is_interpolation():
             with contextlib.suppress(Exception):  # it fails again where the user reads it
@@ -110,7 +110,7 @@ def answer_all(config: Any) -> None:
 
 
 def install(base: types.ModuleType) -> None:
-    """Patch the module `omegaconf.base` to use a `JobCache`, once."""
+    """Patch `omegaconf.base` once, so that calls of resolvers read and fill a `JobCache`."""
     original = base.Container._evaluate_custom_resolver
     if hasattr(original, "original"):
         return
@@ -132,7 +132,7 @@ def install(base: types.ModuleType) -> None:
 
 
 def _looks_at_the_configuration(container: Any, name: str) -> bool:
-    """Return True if a resolver depends on the configuration: it gets nodes, which may change."""
+    """Return True if a resolver reads the configuration, which may change, so that it is not cached."""
     if name in _OF_THE_CONFIGURATION:
         return True
     wrapper = container._resolvers.get(name)
@@ -145,7 +145,7 @@ def _looks_at_the_configuration(container: Any, name: str) -> bool:
 
 
 def pack(config: Any, what: str) -> bytes:
-    """Call all resolvers, and pickle a DictConfig with their values.
+    """Call all resolvers of a DictConfig, and return it pickled with their values.
 
     Its classes may be defined in the user's script.
 
@@ -170,7 +170,7 @@ def unpack(packed: bytes) -> Any:
 
 
 class Handover(NamedTuple):
-    """The job and compositions that a child process gets from its parent process."""
+    """The Hydra job and `hydra.compose` results that a child process gets from its parent process."""
 
     compositions: list[Composition]
     """Compositions, in the order in which the parent process made them."""
@@ -186,7 +186,7 @@ class Handover(NamedTuple):
     """Working directory of the job if `hydra.job.chdir` is set, else None."""
 
     def to_file(self) -> IO[bytes]:
-        """Write an anonymous file for the children; the last process to close it deletes it."""
+        """Write this job to an anonymous file and return it; the last process to close it deletes it."""
         file = tempfile.TemporaryFile(prefix="lightning_ddp-job-")  # noqa: SIM115 (the launcher closes it)
         # Not as an object of a class of the package: pickle would import the package to find it.
         file.write(pickle.dumps(tuple(self)))
@@ -195,7 +195,7 @@ class Handover(NamedTuple):
 
 
 def read_handover(descriptor: int) -> Handover:
-    """Read and close a file of `to_file`, independently of its position, which processes share."""
+    """Return the `Handover` in a file of `to_file`, and close it; its shared position does not matter."""
     content = pickle.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     os.close(descriptor)
     return Handover(*content)
@@ -225,13 +225,13 @@ def _dumps(value: Any) -> bytes:
 
 
 def task_name(function: Any) -> str:
-    """Return a function's name, the same on all ranks, such as `__main__.train`."""
+    """Return a function's name with its module, the same on all ranks, such as `__main__.train`."""
     inner = getattr(function, "func", function)  # of a functools.partial
     return f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
 def without_files(settings: Any) -> Any:
-    """Replace file handlers in settings of `logging.config.dictConfig` by the console or nothing."""
+    """Replace file handlers in `logging.config.dictConfig` settings by console or null ones; return them."""
     handlers = (settings or {}).get("handlers") or {}
     files = {name for name, handler in handlers.items() if "filename" in handler}
     kind = "logging.NullHandler" if len(files) < len(handlers) else "logging.StreamHandler"

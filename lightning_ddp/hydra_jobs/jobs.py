@@ -23,7 +23,7 @@ _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 def restore(variables: dict[str, str | None]) -> None:
-    """Restore environment variables; None for one that was not set."""
+    """Set environment variables to the given values, and remove those whose value is None."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -32,7 +32,7 @@ def restore(variables: dict[str, str | None]) -> None:
 
 
 class Jobs:
-    """State of this process's jobs, which run one after the other, and of its Compose API calls."""
+    """State of this process's Hydra jobs, which run one after the other, and of its Compose API calls."""
 
     def __init__(self) -> None:
         self.task: Any = None
@@ -55,7 +55,7 @@ class Jobs:
     # ------------------------------------------------------------------ for Hydra
 
     def begin(self, task: Any, given: Any = None) -> None:
-        """Record the begin of a job.
+        """Record the start of a Hydra job, with the seeds in the environment.
 
         Args:
             task: function of the job.
@@ -70,7 +70,7 @@ class Jobs:
             attach(given, answers)
 
     def end(self, error: BaseException | None) -> BaseException | None:
-        """End a job and its run; return the error with which the job fails, or None."""
+        """End a Hydra job and its ranks' run; return the exception with which the job fails, or None."""
         if self._end_run is not None:
             error = self._end_run(error)
         self.task = None
@@ -82,7 +82,7 @@ class Jobs:
     # ------------------------------------------------------------------ the Compose API
 
     def composed(self, config_name: str | None, overrides: list[str], compose: Callable[[], Any]) -> Any:
-        """Return the result of a call of `hydra.compose`: the parent's in a child, else a new one."""
+        """Return the result of a `hydra.compose` call: in a child the parent's result, else a new one."""
         config = self._handed(config_name, overrides)
         if config is None:
             config = compose()
@@ -122,14 +122,14 @@ class Jobs:
         return f"lightning_ddp/composition/{self._num_since_launch[call]} {call}"
 
     def publish_to(self, publish: Callable[[str, bytes], None] | None) -> None:
-        """Publish later results of `hydra.compose`, by a key, for running children; None to stop."""
+        """Set the function that sends later `hydra.compose` results, by key, to running children; or None."""
         self._publish = publish
         self._num_since_launch.clear()
 
     # ------------------------------------------------------------------ for the launcher
 
     def handover(self, end_run: Callable[[BaseException | None], BaseException | None]) -> Handover | None:
-        """Return the job and compositions for the children; None if Hydra is not used.
+        """Return the Hydra job and `hydra.compose` results for child processes; None without Hydra.
 
         Args:
             end_run: called at the end of the present job with its error or None; returns the error with
@@ -164,7 +164,7 @@ class Jobs:
         )
 
     def config(self) -> Any:
-        """Return the job's composed configuration, with the node `hydra`; None outside jobs."""
+        """Return the composed configuration of the Hydra job, with the node `hydra`; None outside jobs."""
         if self.task is None:
             return None
         from hydra.core.hydra_config import HydraConfig
@@ -175,7 +175,7 @@ class Jobs:
         return config
 
     def program(self) -> tuple[str, str] | None:
-        """Return the user's program, if a worker of a Hydra launcher runs its job; else None.
+        """Return kind and path of the user's program if a Hydra launcher's worker runs it; else None.
 
         That is ("script", path) or ("module", name) in a worker of hydra-joblib-launcher or
         hydra-submitit-launcher, which unpickles the job's function.
@@ -188,13 +188,13 @@ class Jobs:
         return ("module", f"{package}.{Path(file).stem}") if package else ("script", file)
 
     def runtime(self, name: str) -> str | None:
-        """Return a path of the job, `cwd` (of the start) or `output_dir`; None outside jobs."""
+        """Return a directory of the Hydra job, `cwd` (at its start) or `output_dir`; None outside jobs."""
         return None if self.task is None else str(self.config().hydra.runtime[name])
 
 
 @functools.cache
 def jobs() -> Jobs:
-    """Return the state of Hydra's jobs, a singleton, as Hydra has one job at a time in a process."""
+    """Return this process's only `Jobs` object, as Hydra has one job at a time in a process."""
     return Jobs()
 
 
