@@ -181,7 +181,7 @@ class Activity:
             self.advance()
 
     def advance(self) -> None:
-        """Count progress and store its time, after a wait, which is cleared, or at the start of a step."""
+        """Count a unit of progress and store its time, as a wait ends (it is cleared) or a step begins."""
         self._waits.pop(threading.get_ident(), None)
         self.since = time.monotonic()
         self.count += 1
@@ -230,7 +230,7 @@ class Supervisor(Protocol):
         ...
 
     def look(self, entry: Entry) -> BaseException | None:
-        """Return an error if other ranks wait for another collective than this one; else None."""
+        """Return an error if other ranks wait for a different collective; None if they do not."""
         ...
 
     def compare(self, entry: Entry) -> None:

@@ -136,7 +136,7 @@ def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
 
 @cache
 def _token(rank: int) -> str:
-    """Return a rank's random token, always the same here: a repeated request has its reply already."""
+    """Return a rank's random token, the same at each call here: a repeated request has its reply already."""
     return secrets.token_hex(8)
 
 

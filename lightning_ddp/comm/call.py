@@ -80,7 +80,7 @@ class Call:
             return begin()
 
     def wait(self, work: Any) -> None:
-        """Wait for a work within the deadline; on CUDA until it has run, if there is a deadline."""
+        """Wait for a collective's work, or raise at the deadline; on CUDA with a deadline, until it ran."""
         with self.explained(work):
             self.group.wait(work, self.device, self.check_deadline, self.label)
             self.wait_device()
@@ -91,7 +91,7 @@ class Call:
             self.group.wait_device(self.device, self.check_deadline)
 
     def wait_for_thread(self, thread: InThread[T]) -> T:
-        """Wait for a function in a thread within the deadline; return its result."""
+        """Wait for a function in a thread, and return its result; raise once the deadline has passed."""
         self.group.wait_call(thread, self.label, self.check_deadline)
         if isinstance(thread.error, (RuntimeError, TimeoutError)):
             raise self.explain(thread.error) from thread.error
@@ -183,7 +183,7 @@ def run(
 
 
 class Running:
-    """A collective that `run` has started, to wait for."""
+    """Handle of a collective that `run` has started, to wait for it."""
 
     def __init__(self, call: Call, work: Any) -> None:
         self._call, self._work = call, work

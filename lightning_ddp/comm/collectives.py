@@ -101,7 +101,7 @@ def broadcast(
 def broadcast_coalesced(
     group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Overwrite `tensors` with those of group rank `src`.
+    """Overwrite `tensors` with those of group rank `src`, small ones in chunks of one broadcast each.
 
     Shapes and dtypes must be the same on all ranks. Small tensors of one dtype and device are sent together
     in chunks of at most `chunk_bytes`; a contiguous tensor of 1 MiB or more is sent in place, without a copy.
@@ -190,7 +190,7 @@ def reduce_op(op: Any) -> Any:
 
 
 def _sendable(tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
-    """Return contiguous tensor, perhaps a view, and operation as backends support them; a mean as a sum."""
+    """Return a contiguous form of the tensor, perhaps a view, and a supported operation; a mean is a sum."""
     resolved = reduce_op(op)
     is_mean = bool(resolved == dist.ReduceOp.AVG)
     sent = tensor.detach().contiguous()

@@ -155,7 +155,7 @@ def error_of(process_group: Any, device: torch.device) -> str | None:
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    """Return a new NCCL backend on `device` that torch does not register, as torch makes for 'nccl'.
+    """Return a new NCCL backend on `device`, not registered with torch, of the kind that 'nccl' means.
 
     Collective: all ranks must call it.
     """
@@ -195,6 +195,6 @@ def memory_problem(process_group: Any, device: torch.device, *, may_abort: bool 
 
 
 def allocate(process_group: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of zeros in memory that the backend has registered; needs `memory_problem` of None."""
+    """Return zeros in memory that the backend has registered; only where `memory_problem` is None."""
     flat: torch.Tensor = backend_of(process_group, device).allocate_tensor(numel, dtype=dtype, device=device)
     return flat.zero_()

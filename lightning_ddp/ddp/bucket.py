@@ -262,7 +262,7 @@ class ViewBucket(Bucket):
         self._saved.clear()
 
     def open(self) -> None:
-        """Let autograd add the small gradients into the buffer, which saves their copy.
+        """Set views of the zeroed buffer as `.grad` of small parameters: autograd adds there without a copy.
 
         `.grad` of their parameters becomes a view that holds zeros, if none of them has a gradient yet. Only
         on the CPU: on other devices one copy of many gradients costs less than one addition per gradient.

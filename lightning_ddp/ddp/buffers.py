@@ -40,7 +40,7 @@ def check_broadcast_buffers(value: object) -> None:
 
 
 def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None) -> Broadcast:
-    """Return if forwards broadcast buffers (True, False, 'auto'), from torch's arguments of these names."""
+    """Return whether forwards broadcast buffers (or 'auto'), from torch's arguments of these names."""
     check_broadcast_buffers(broadcast_buffers)
     if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
         warnings.warn(

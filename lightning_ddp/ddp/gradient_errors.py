@@ -90,7 +90,7 @@ class Board:
 
 
 class BackwardFailures:
-    """Factory of a reducer's errors of backward; it stores an error after which ranks cannot continue."""
+    """Factory of a reducer's errors in backward; it keeps an error after which ranks cannot continue."""
 
     def __init__(self, board: Board, names: Sequence[str]) -> None:
         self.board = board

@@ -247,7 +247,7 @@ class Gradients:
         return self._group.all_reduce(self._sums)
 
     def settle(self, absent: Sequence[int], exchange: Any | None) -> None:
-        """Wait for the exchange; set `.grad` of parameters unused here to the mean if a rank used them."""
+        """Wait for the counts of use; set `.grad` of parameters unused here to the mean if used elsewhere."""
         counts = self._settled
         if exchange is not None:
             self._group.wait(exchange, self._device)

@@ -219,7 +219,7 @@ class BucketLayout:
         return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
-        """Return a plan's flat buffers: slices of one allocation per dtype and device for all plans."""
+        """Return a plan's flat buffers: slices of one allocation per dtype and device, reused by all."""
         offsets: dict[_Kind, int] = defaultdict(int)
         flats = []
         for spec in plan:

@@ -28,7 +28,7 @@ _UNSIZED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What this rank does in a step: use a new batch or repeat its last; and how many have a new one."""
+    """Role of this rank in a step: it has a new batch or repeats its last one; how many have a new one."""
 
     is_replay: bool
     """True if this rank has run out of batches and repeats its last one."""
@@ -161,7 +161,7 @@ class Lockstep:
 
     @contextmanager
     def step(self, module: torch.nn.Module) -> Generator[None, None, None]:
-        """Run a step's forward in this context; if its batch is repeated, restore buffers and metrics then.
+        """Run a step's forward in this context; if its batch is repeated, restore `module`'s buffers then.
 
         RNG states are not restored, so that ranks that were seeded alike continue to draw alike.
         """

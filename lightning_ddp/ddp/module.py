@@ -541,7 +541,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return self.process_group
 
     def _notify_joined(self, is_training: bool) -> None:
-        """Tell ranks without input, inside `join()`, that a forward starts, if it trains and synchronizes."""
+        """Tell ranks without input, inside `join()`, that a forward starts, and if it trains and syncs."""
         self._active_ranks = None
         if not is_joining(self):
             return

@@ -153,7 +153,8 @@ class Reducer:
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
         """Return a parameter's gradient hook, which counts arrivals and starts a full bucket's reduction.
 
-        The hottest code of a step. It refers to the reducer weakly, so that parameters do not keep that alive.
+        It is the hottest code of a step. Its reference to the reducer is weak, so that parameters do not keep
+        the reducer alive.
         """
         owner = weakref.ref(self)
         is_early = position in bucket.early and not self._are_hooks_learning
@@ -266,7 +267,7 @@ class Reducer:
     # ------------------------------------------------------------------ gradients arrive
 
     def _progress(self, bucket: Bucket) -> None:
-        """Start the backward at a bucket's first gradient; start its reduction at its last one."""
+        """Start the backward at a bucket's first gradient, its reduction at the last; refuse further ones."""
         state = self.begin()
         if bucket.num_pending < 0:
             raise self._gradients.ready_twice(state)
@@ -274,7 +275,7 @@ class Reducer:
             self._fill(bucket, state)
 
     def _fill(self, bucket: Bucket, state: BackwardState) -> None:
-        """Mark a bucket as full; start its reduction and those that waited for it, in launch order."""
+        """Mark a bucket as full and copy its small gradients; start all reductions next in launch order."""
         self.recorder.ready(bucket.index(), bucket.flat)
         if bucket.streams is not None:
             bucket.streams.join()

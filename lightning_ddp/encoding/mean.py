@@ -57,7 +57,7 @@ class _BlockCodec:
         self.block_size = block_size
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return each block's scale, then its values in 8 bits; a block of zeros stays zero."""
+        """Return uint8 rows: scales of all blocks, then 8-bit codes of the values; zeros stay zero."""
         num_rows, length = rows.shape
         if length % self.block_size:
             rows = torch.nn.functional.pad(rows, (0, -length % self.block_size))
@@ -116,7 +116,7 @@ class CastCodec:
 
 
 class Wire:
-    """Averages and gathers of unencoded tensors, for jobs of a channel; all ranks make the same calls."""
+    """Transport that averages and gathers unencoded tensors, in jobs of a channel; all ranks call alike."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -141,7 +141,7 @@ class Wire:
 
 
 class EncodedWire(Wire):
-    """Averages and gathers of tensors that are sent encoded, and summed in float32.
+    """Transport that averages and gathers tensors in encoded form, and sums them in float32.
 
     The mean is a reduce-scatter and an all-gather: rank r gets the encoded r-th part of every rank, decodes
     and adds them, and sends its encoded part of the mean to all. Codes are never added, so no sum overflows.
@@ -174,12 +174,12 @@ class EncodedWire(Wire):
         return result
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Encode and start a reduce-scatter; return a function that does the all-gather, for the mean."""
+        """Start an encoded reduce-scatter; return a function to do the all-gather and return the mean."""
         scatter = self._start(flat)
         return lambda: scatter()()
 
     def _start(self, flat: torch.Tensor) -> _Scatter:
-        """Start an encoded reduce-scatter; return a function that starts the all-gather, to wait for."""
+        """Start an encoded reduce-scatter; return a function to start the all-gather and return its wait."""
         if not flat.numel():
             return lambda: lambda: flat
         size = self._channel.size
@@ -236,7 +236,7 @@ def exchange(
     pack: Callable[[Segment, torch.Tensor], object],
     unpack: Callable[[Segment, torch.Tensor], object],
 ) -> None:
-    """Average the values that `pack` makes of tensors; pass the means to `unpack`. For jobs of a channel.
+    """Average over the ranks what `pack` makes of tensors; pass the means to `unpack`. For a channel's jobs.
 
     Sizes and dtypes of the tensors are the same on all ranks; 16-bit floats are sent as float32. `pack` gets
     a segment and a 1-D tensor to fill, `unpack` the segment and its mean.

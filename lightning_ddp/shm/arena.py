@@ -139,7 +139,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _load() -> tuple[Any, Any]:
-    """Return the C library twice, with calls that keep and that release the GIL; Nones if functions lack."""
+    """Return the C library twice, with calls that keep and that release the GIL; (None, None) if unfit."""
     keeping, releasing = ctypes.PyDLL(None), ctypes.CDLL(None)
     if sys.platform != "linux" or not all(hasattr(keeping, name) for name in _SEMAPHORE_FUNCTIONS):
         return None, None

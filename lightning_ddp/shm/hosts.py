@@ -61,7 +61,7 @@ class Hosts:
 
 
 def find_hosts(group: Group, device: torch.device, host: str | None = None) -> Hosts | None:
-    """Return which ranks share a host, and so can use shared memory; None if none is to be used.
+    """Return which ranks share a host, and so can use shared memory; None if it is not to be used.
 
     Ranks are on one host if they share the kernel, and the process and network namespaces: a container, or a
     network namespace that stands for a node in a test, is a separate host. `host` overrides the name of this
@@ -99,10 +99,10 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 
 
 def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
-    """Raise an error or log a warning, as shared memory cannot be used for a `reason` of all ranks.
+    """Raise an error, log a warning or do nothing, as shared memory cannot be used for a `reason`.
 
-    That is an error if the transport is 'shared_memory'; if it was expected to work (`is_fault`), rank 0 logs
-    a warning.
+    The reason is the same on all ranks. It is an error if the transport is 'shared_memory'; if that was
+    expected to work (`is_fault`), rank 0 logs a warning.
     """
     if group.transport == "shared_memory":
         raise ConfigurationError(

@@ -51,7 +51,7 @@ _Chunks = Sequence[tuple[torch.Tensor, ...]]
 
 
 class Request(NamedTuple):
-    """Tensor that a rank adds in an all-reduce, as the other ranks read it from its control arena."""
+    """Location and size of the tensor that a rank adds in an all-reduce, which the others read."""
 
     arena: int
     """Number of the arena of the tensor; `_NOTHING` if the rank adds none."""
@@ -171,7 +171,7 @@ class SharedMemory:
     # ------------------------------------------------------------------ all-reduce
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the arena's index and the offset of a contiguous tensor; None if not in shared memory."""
+        """Return the index of the shared memory block with a tensor, and the offset there, or None."""
         for number, arena in enumerate(self._own):
             offset = arena.offset_of(tensor)
             if number and offset is not None:
@@ -239,7 +239,7 @@ class SharedMemory:
         self._meet()
 
     def _views(self, requests: Sequence[Request]) -> list[torch.Tensor | None]:
-        """Return the tensors of the ranks of this host; None for a rank that adds nothing."""
+        """Return views of the tensors of this host's ranks; None for a rank that adds nothing."""
         return [
             None if r.arena == _NOTHING else arenas[r.arena].view(r.dtype, r.offset, r.numel)
             for arenas, r in zip(self._arenas, requests, strict=True)
@@ -337,7 +337,7 @@ class SharedMemory:
 
 
 def _semaphore(control: Arena, index: int) -> Semaphore:
-    """Return the semaphore in a rank's control arena that its neighbor `index` posts."""
+    """Return the semaphore, in a rank's shared memory for control, that its neighbor `index` posts."""
     return Semaphore(control.address + _SEMAPHORES + index * Semaphore.NBYTES)
 
 

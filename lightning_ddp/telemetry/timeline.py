@@ -165,7 +165,7 @@ class SlowRanks:
         self._streaks: dict[int, _Streak] = {}
 
     def add(self, late: Lateness, limit_us: float) -> list[SlowRank]:
-        """Add new steps, in which a rank is late if it is by more than `limit_us`; return the slow ranks.
+        """Add new steps' lateness; return ranks late by more than `limit_us` for enough successive steps.
 
         Returns:
             Ranks that have been late for `num_steps` now, or for twice as many steps as when last returned.

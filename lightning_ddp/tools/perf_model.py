@@ -128,7 +128,7 @@ def _interpolate(known: Sequence[tuple[int, float]], reached: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
-    """Model of a message's duration: latency plus bytes (Hockney, Parallel Computing 20, 1994)."""
+    """Model of a message's duration: latency plus time per byte (Hockney, Parallel Computing 20, 1994)."""
 
     latency_s: float
     """Duration of a message without bytes, in seconds."""
@@ -189,7 +189,7 @@ class Link:
     compete, as on a GPU with its own network card."""
 
     def costs(self, num_bytes: float, num_ranks: int, hook: HookCost | None) -> tuple[float, float, float]:
-        """Return a bucket's seconds before its bytes are on the link, on the link, and of the CPU."""
+        """Return a bucket's seconds of encoding and latency, its seconds on the link, and its CPU seconds."""
         others = num_ranks - 1
         num_hops, sent, codec_s = 2.0 * others, 2 * others / num_ranks * num_bytes, 0.0
         if hook is not None and others:
@@ -206,7 +206,7 @@ class Link:
 def schedule(
     ready: Sequence[tuple[float, float]], link: Link, num_ranks: int, hook: HookCost | None = None
 ) -> tuple[list[float], float]:
-    """Simulate the collectives of equal ranks on their links, in the given order.
+    """Simulate the collectives of equal ranks on their links, in the given order; return their ends.
 
     `ready` has the bytes of each collective, and the second from which it may begin. A hook has one thread,
     which handles one bucket after the other.

@@ -67,7 +67,7 @@ class _Script:
 
     @property
     def text(self) -> str:
-        """Output of the script so far."""
+        """Output of the script so far, as text."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def failed(self, what: str) -> ToolError:

@@ -172,7 +172,7 @@ def _hook_cost(name: str, rows: Sequence[Mapping[str, float]], num_bytes: int) -
 
 
 def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
-    """Return a link fitted to timed all-reduces of two ranks, each of two messages with half of the bytes."""
+    """Return a link model fitted to timed all-reduces of two ranks: each two messages of half the bytes."""
     medians = {
         size: statistics.median(seconds for num_bytes, seconds, _ in probes if num_bytes == size)
         for size in _PROBE_BYTES

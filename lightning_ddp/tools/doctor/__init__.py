@@ -143,7 +143,7 @@ def _stdout_kept_for_json() -> Generator[None, None, None]:
 
 
 class _Problem(Exception):
-    """Raised by a check if those after it make no sense then: name of the check and message."""
+    """Raised if a check fails and later ones make no sense: name of the check and message."""
 
 
 class _Examination:

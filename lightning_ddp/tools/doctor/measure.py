@@ -83,7 +83,7 @@ def _all_reduce(
 def exchange(
     store: Any, answer: dict[str, Any], *, rank: int, world_size: int, timeout_s: float
 ) -> list[Any]:
-    """Exchange answers by the store; return those of all ranks. Rank 0, maybe its host, returns last.
+    """Exchange answers by a store; return all ranks'. Rank 0, which may host the store, returns last.
 
     Collective: all ranks must call it.
     """

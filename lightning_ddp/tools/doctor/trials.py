@@ -198,7 +198,7 @@ def trials_of(device: str) -> dict[str, Trial]:
 
 
 def verdict_key(name: str, rank: int) -> str:
-    """Return the key in the store of a rank's verdict about a trial."""
+    """Return the key under which a rank's verdict about a trial is in the store."""
     return f"verdict/{name}/{rank}"
 
 

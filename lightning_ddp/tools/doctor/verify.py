@@ -178,7 +178,7 @@ def _kill_a_rank(settings: Settings) -> Finding:
 
 
 def stop_problem(found: FailedRun, victim: int, world_size: int) -> str | None:
-    """Return how a script that had to end as a rank failed did not do so as expected; None if it did."""
+    """Return what was wrong in how a script ended after a rank had failed; None if all was as expected."""
     expected = f"PeerFailure of {victim}"
     raised = {rank: found.raised.get(rank, "nothing") for rank in range(world_size) if rank != victim}
     problems = [
