@@ -78,7 +78,7 @@ def abort_groups() -> None:
 
 
 def destroy_groups() -> None:
-    """Destroy all groups that torch knows; forget them if one is aborted, as none may be destroyed then."""
+    """Destroy all process groups that torch knows; if one is aborted, only remove them from its registry."""
     if not dist.is_initialized():
         return
     if any(group in _aborts for group in known_groups()):
@@ -107,14 +107,14 @@ def _abort(group: Any, is_over: threading.Event) -> None:
 
 
 def _knock(address: Any, num_peers: int) -> None:
-    """Connect to a listening socket of gloo as each of its peers would, and close the connections."""
+    """Connect to gloo's listening socket in place of each peer, and disconnect, to end its wait for them."""
     for number in range(num_peers):  # the number with which a peer identifies itself
         with suppress(OSError), socket.create_connection(address[:2], _KNOCK_WITHIN_S) as connection:
             connection.sendall(number.to_bytes(8, sys.byteorder))
 
 
 def _opened_since(before: dict[int, str]) -> dict[int, str]:
-    """Return new connections, except those accepted by servers here, such as the store.
+    """Return the sockets opened since `before`, by descriptor, but for those that a server here accepted.
 
     Socket pairs are left out, too: they belong to other threads, which start processes meanwhile.
     """
@@ -141,14 +141,14 @@ def _is_listener(connection: socket.socket) -> bool:
 
 
 def _port_of(connection: socket.socket) -> int:
-    """Return the local port, or -1; an accepted connection has the port of its listener."""
+    """Return a socket's local TCP port, or -1; an accepted connection has the port of its listener."""
     name = connection.getsockname()
     is_of_network = connection.family in (socket.AF_INET, socket.AF_INET6)
     return int(name[1]) if is_of_network else -1
 
 
 def _sockets() -> dict[int, str]:
-    """Map descriptors to names with the inode for all sockets of this process; {} without /proc."""
+    """Return the name, with the inode, of each socket of this process by descriptor; {} without /proc."""
     found = {}
     with suppress(OSError):
         for entry in _DESCRIPTORS.iterdir():
@@ -163,7 +163,7 @@ def _sockets() -> dict[int, str]:
 
 
 def retire_groups(beside: Iterable[Any] = ()) -> None:
-    """Make collectives of all groups raise, and destroy the groups in threads.
+    """Make collectives of all existing process groups raise, and destroy the groups in threads.
 
     User code may keep a group of lost ranks: its collectives would wait for these ranks. gloo's destructor
     waits for the threads of the group, and such a thread may wait until the timeout of the group for the rest
@@ -183,7 +183,7 @@ def _let_go_last(held: list[Any]) -> None:
 
 
 def explain_retired(error: BaseException) -> ProcessGroupError | None:
-    """Return the error to raise instead of one caused by a retired group; None for another cause."""
+    """Return the error to raise instead of `error` if a retired process group caused it; else None."""
     cause: BaseException | None = error  # torch may raise another one as it logs the error
     while cause is not None and REFUSAL not in str(cause):
         cause = cause.__cause__ or cause.__context__

@@ -41,11 +41,11 @@ class Entry(NamedTuple):
     """Start time, in seconds of `time.monotonic`."""
 
     def name(self) -> str:
-        """Return the name for messages: the label, or the operation."""
+        """Return the collective's name for messages: the label, or else the operation."""
         return self.label or self.kind
 
     def text(self) -> str:
-        """Describe all that must be the same on all ranks, in a few hundred characters."""
+        """Return a text of what must be the same on all ranks: label, operation, shapes and dtypes."""
         shapes = ", ".join(f"{_shape(shape)} {str(d).removeprefix('torch.')}" for shape, d in self.tensors)
         label, kind = self.label or "", self.kind
         is_function = label.isidentifier() and label.startswith(kind.split()[0])  # the label repeats the kind
@@ -59,7 +59,7 @@ def _shape(shape: torch.Size) -> str:
 
 
 class Lane:
-    """The collectives of one process group, in the order in which this rank starts them.
+    """Log of the collectives of one process group, numbered in the order in which this rank starts them.
 
     The name is the same on all ranks of the group, and `ranks` are their global ranks, in group order.
     """
@@ -72,7 +72,7 @@ class Lane:
         self._pending: dict[int, Entry] = {}
 
     def next(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None) -> Entry:
-        """Record a collective that is about to start; return its entry."""
+        """Log a collective of this group that is about to start; return its entry."""
         self.number += 1
         shown = tuple([(t.shape, t.dtype) for t in tensors])
         entry = Entry(self, self.number, kind, label, shown, time.monotonic())
@@ -80,13 +80,13 @@ class Lane:
         return entry
 
     def started(self, work: object) -> None:
-        """Attach `work` to the most recent entry."""
+        """Associate `work` with the collective that was logged last, for `entry_of`."""
         if len(self._pending) >= _MOST_PENDING:  # works without a wait stay here
             self._pending.clear()
         self._pending[id(work)] = self.recent[-1]
 
     def entry_of(self, work: object) -> Entry | None:
-        """Remove and return the entry of a work; None if there is none, or at a second call."""
+        """Remove and return the entry of the collective of `work`; None if unknown, or at a second call."""
         return self._pending.pop(id(work), None)
 
 
@@ -129,14 +129,14 @@ class Activity:
 
     @property
     def label(self) -> str | None:
-        """Label of the main thread's wait, else of the device's; None if neither waits."""
+        """Label of the wait of the main thread, else of the device; None if neither waits."""
         wait, on_device = self.wait(), self.on_device
         if wait is not None and not wait.is_side:
             return wait.label
         return on_device.label if on_device is not None else None
 
     def wait(self) -> Waiting | None:
-        """Return the wait of the main thread, else that of another thread, else None."""
+        """Return the record of the main thread's wait, else that of another thread's, else None."""
         waits = list(self._waits.copy().values())
         return next((w for w in waits if not w.is_side), waits[0] if waits else None)
 
@@ -146,13 +146,13 @@ class Activity:
         return max(last, key=lambda entry: entry.since, default=None)
 
     def entry(self) -> Entry | None:
-        """Return the awaited collective: of the main thread, else another thread, else a device."""
+        """Return the entry of the collective that the main thread, another thread or a device waits for."""
         waits = sorted(self._waits.copy().values(), key=lambda wait: wait.is_side)
         on_device = self.on_device
         return next((wait.entry for wait in (*waits, on_device) if wait is not None and wait.entry), None)
 
     def blocked_on(self) -> list[tuple[str, int, bool]]:
-        """Return group, number and `is_start` of the collectives that block this rank.
+        """Return group name, sequence number and `is_start` of each collective that blocks this rank.
 
         Empty if some thread may continue without a collective.
         """
@@ -163,7 +163,7 @@ class Activity:
         return [(w.entry.lane.name, w.entry.number, w.is_start) for w in waits.values() if w.entry]
 
     def of_this_thread(self) -> Waiting | None:
-        """Return the wait of the calling thread, or None."""
+        """Return the record of the calling thread's wait; None if it does not wait."""
         return self._waits.get(threading.get_ident())
 
     @contextmanager
@@ -181,29 +181,29 @@ class Activity:
             self.advance()
 
     def advance(self) -> None:
-        """Drop the calling thread's wait and note the time, after a wait or at the beginning of a step."""
+        """Count a unit of progress and store its time, as a wait ends (it is cleared) or a step begins."""
         self._waits.pop(threading.get_ident(), None)
         self.since = time.monotonic()
         self.count += 1
 
     def lane(self, process_group: Any) -> Lane:
-        """Return the recorded order of a process group's collectives; begin one for a new group."""
+        """Return the log of a process group's collectives; create one for a new group."""
         known = self._known.get(process_group)
         return known or self.add(process_group, *_describe(process_group, len(self.lanes)))
 
     def groups(self) -> list[Any]:
-        """Return the process groups that have a lane."""
+        """Return the process groups whose collectives are logged."""
         return list(self._known)
 
     def forget_groups(self) -> list[Any]:
-        """Drop all lanes before process groups are destroyed; return the groups that had one."""
+        """Drop the logs of all process groups, before these are destroyed; return the groups that had one."""
         groups = self.groups()
         self.lanes, self._known = [], weakref.WeakKeyDictionary()
         self._waits.clear()
         return groups
 
     def add(self, process_group: Any, name: str, ranks: Sequence[int]) -> Lane:
-        """Make the lane of a process group, with the given name."""
+        """Create and return the log of a process group's collectives, with the given name."""
         lane = self._known[process_group] = Lane(name, ranks)
         self.lanes = [known for known in self.lanes if known in self._known.values()] + [lane]
         return lane
@@ -218,7 +218,7 @@ def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
 
 
 class Supervisor(Protocol):
-    """Party that can ask all ranks what they do, for a rank that waits; its methods may take a second."""
+    """Protocol of an object that asks all ranks what they wait for; its methods may take a second."""
 
     deadline_s: float
     """Age in seconds at which an awaited collective counts as failed."""
@@ -226,11 +226,11 @@ class Supervisor(Protocol):
     """True if each collective is compared between the ranks before it starts."""
 
     def explain(self, waiting: Waiting) -> BaseException:
-        """Return the error of a wait whose deadline has passed."""
+        """Return the error to raise for a wait whose deadline has passed."""
         ...
 
     def look(self, entry: Entry) -> BaseException | None:
-        """Return the error if other ranks wait for another collective."""
+        """Return an error if other ranks wait for a different collective; None if they do not."""
         ...
 
     def compare(self, entry: Entry) -> None:
@@ -271,7 +271,7 @@ class Interrupt:
         self.error = None
 
     def check(self) -> None:
-        """Raise the failure, if any."""
+        """Raise the failure that was set, if any."""
         if self.error is not None:
             raise self.error
 

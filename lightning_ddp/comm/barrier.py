@@ -81,7 +81,7 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
         store.compare_set(key("verdict"), "", verdict)
 
     def come(thread: InThread[str]) -> str:
-        """Report this rank, and return the first verdict of any rank."""
+        """Post this rank's arrival; wait for all, and return the outcome that the first rank has stored."""
         store.set(key(rank), "came")
         if store.add(key("count"), 1) == size:
             decide(_ALL_CAME)
@@ -115,7 +115,7 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
 
 
 def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
-    """Return this attempt's part of torchrun's store, once rank 0 knows all ranks.
+    """Return torchrun's store with keys of this restart attempt alone, once rank 0 has heard of all ranks.
 
     Collective: all ranks must call it.
 
@@ -136,7 +136,7 @@ def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
 
 @cache
 def _token(rank: int) -> str:
-    """Return a random token, cached: a repeated request of this process has its reply already."""
+    """Return a rank's random token, the same at each call here: a repeated request has its reply already."""
     return secrets.token_hex(8)
 
 

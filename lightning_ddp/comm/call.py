@@ -38,7 +38,7 @@ _NO_TIMEOUT = timedelta(0)
 
 
 def check_rank(group: Group, rank: int, what: str) -> None:
-    """Reject a rank that is not in the group; `what` is a phrase such as 'broadcast from'."""
+    """Raise if `rank` is not in the group; `what` begins the message, such as 'broadcast from'."""
     if not 0 <= rank < group.size:
         raise ConfigurationError(f"{what} rank {rank}, but the group has ranks 0 to {group.size - 1}")
 
@@ -80,7 +80,7 @@ class Call:
             return begin()
 
     def wait(self, work: Any) -> None:
-        """Wait for a work within the deadline; on CUDA until it has run, if there is a deadline."""
+        """Wait for a collective's work, or raise at the deadline; on CUDA with a deadline, until it ran."""
         with self.explained(work):
             self.group.wait(work, self.device, self.check_deadline, self.label)
             self.wait_device()
@@ -91,7 +91,7 @@ class Call:
             self.group.wait_device(self.device, self.check_deadline)
 
     def wait_for_thread(self, thread: InThread[T]) -> T:
-        """Wait for a function in a thread within the deadline; return its result."""
+        """Wait for a function in a thread, and return its result; raise once the deadline has passed."""
         self.group.wait_call(thread, self.label, self.check_deadline)
         if isinstance(thread.error, (RuntimeError, TimeoutError)):
             raise self.explain(thread.error) from thread.error
@@ -117,7 +117,10 @@ class Call:
 
     @contextmanager
     def explained(self, work: Any = None) -> Generator[None, None, None]:
-        """Name the collective in an error of the backend; a signal handler's has no completed work."""
+        """Convert errors of the backend in this context to errors that name the collective.
+
+        An error while `work` is not completed is that of a signal handler, and stays as it is.
+        """
         try:
             yield
         except LightningDDPError:
@@ -128,12 +131,12 @@ class Call:
             raise self.explain(error) from error
 
     def explain(self, error: Exception) -> CollectiveError:
-        """Convert an error of the backend to one that names the collective."""
+        """Return a `CollectiveError` that names the collective, for an error of the backend."""
         kind = CollectiveTimeoutError if is_timeout(str(error)) else CollectiveError
         return self.error(kind, f" failed after {self.waited_s:.1f} s: {error}")
 
     def error(self, kind: type[CollectiveError], text: str, missing: Sequence[int] = ()) -> CollectiveError:
-        """Make an error whose message begins with rank and label."""
+        """Return an error of class `kind` whose message begins with rank and label."""
         rank, message = self.group.rank, f"rank {self.group.rank} of {self.group.size}: {self.label}{text}"
         return kind(message, label=self.label, rank=rank, waited_s=self.waited_s, missing=missing)
 
@@ -180,13 +183,13 @@ def run(
 
 
 class Running:
-    """A collective that `run` has started."""
+    """Handle of a collective that `run` has started, to wait for it."""
 
     def __init__(self, call: Call, work: Any) -> None:
         self._call, self._work = call, work
 
     def wait(self) -> None:
-        """Wait for the collective, once; see `run`."""
+        """Wait for the collective, as described for `run`; raise its error. Call it once."""
         call, work = self._call, self._work
         try:
             future = work.get_future()

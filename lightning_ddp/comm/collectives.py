@@ -43,7 +43,7 @@ S = TypeVar("S", bound=torch.Tensor)
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor's elements in 1-D, with a dtype that every backend sends."""
+    """Return a contiguous tensor's elements as a 1-D view, with a dtype that every backend sends."""
     flat = tensor.detach().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -51,7 +51,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
-    """Group non-empty tensors by dtype and device, up to the given number of bytes."""
+    """Yield lists of non-empty tensors of one dtype and device, up to the given number of bytes."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[S]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -69,7 +69,7 @@ def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Fill tensors from consecutive values of a flat tensor."""
+    """Copy consecutive values of a flat tensor to `tensors`."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
 
@@ -101,7 +101,7 @@ def broadcast(
 def broadcast_coalesced(
     group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Overwrite `tensors` with those of group rank `src`.
+    """Overwrite `tensors` with those of group rank `src`, small ones in chunks of one broadcast each.
 
     Shapes and dtypes must be the same on all ranks. Small tensors of one dtype and device are sent together
     in chunks of at most `chunk_bytes`; a contiguous tensor of 1 MiB or more is sent in place, without a copy.
@@ -190,7 +190,7 @@ def reduce_op(op: Any) -> Any:
 
 
 def _sendable(tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
-    """Return a contiguous tensor, perhaps a view, and a supported operation; a mean becomes a sum."""
+    """Return a contiguous form of the tensor, perhaps a view, and a supported operation; a mean is a sum."""
     resolved = reduce_op(op)
     is_mean = bool(resolved == dist.ReduceOp.AVG)
     sent = tensor.detach().contiguous()

@@ -29,7 +29,7 @@ _CAPTURE_OF_THIS_THREAD = 1  # cudaStreamCaptureModeThreadLocal
 
 @dataclass
 class _Queued:
-    """Work that was on a stream when its event was recorded."""
+    """Work queued on a CUDA stream before an event, with the wait for it and a callback."""
 
     event: Any
     waiting: Waiting
@@ -39,7 +39,7 @@ class _Queued:
 
 
 def _record(event: Any | None, device: torch.device) -> Any:
-    """Record an event on the current stream and return it; None makes a new event."""
+    """Record a CUDA event on the current stream and return it; None makes a new event."""
     event = torch.cuda.Event() if event is None else event
     event.record(torch.cuda.current_stream(device))
     return event
@@ -70,7 +70,7 @@ class DeviceWatch:
         device: torch.device,
         on_slice: Callable[[float], None] | None = None,
     ) -> None:
-        """Register the work queued on the current stream, for which `waiting` is the wait of the device.
+        """Watch the work queued on the current stream until it has run; `waiting` describes the wait for it.
 
         It takes a few microseconds. `on_slice` is called repeatedly in the watching thread until the work has
         run, with the seconds since the start; may raise the failure to report.
@@ -164,7 +164,7 @@ class DeviceWatch:
 
 
 def _let_others_capture() -> None:
-    """Keep queries of this thread from invalidating a graph capture, as torch's watchdog does."""
+    """Keep this thread's CUDA queries from invalidating a graph capture, as torch's watchdog does."""
     exchange = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)
     if exchange is not None:
         exchange(ctypes.byref(ctypes.c_int(_CAPTURE_OF_THIS_THREAD)))

@@ -38,7 +38,7 @@ _sent: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_MOST_NOTED)
 
 
 def note_sent(tensors: Iterable[torch.Tensor]) -> None:
-    """Record, weakly, the tensors that a collective is about to use.
+    """Store weak references to the tensors of a collective that is about to start, to await them at exit.
 
     Tensors to which C++ has further references, such as those with views, are left out, because these
     references may not be gloo's.
@@ -51,7 +51,7 @@ def note_sent(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def are_let_go() -> bool:
-    """Return True if only Python has references to the recorded tensors."""
+    """Return True if C++, such as a thread of gloo, has no reference to the recorded tensors any more."""
     alive = (ref() for ref in list(_sent))
     return all(tensor is None or use_count(tensor) == 1 for tensor in alive)
 
@@ -80,7 +80,7 @@ def _is_another_runnable() -> bool:
 
 
 class _Handler:
-    """The C++ terminate handler of this process, which calls the previous handler at last.
+    """C++ terminate handler of this process: calls a function if gloo failed, then the previous handler.
 
     Raises OSError or AttributeError if the C++ library is not GNU's.
     """
@@ -116,7 +116,7 @@ class _Handler:
 
 @functools.cache
 def _handler() -> _Handler | None:
-    """Return the handler of the process; None if the C++ library is not GNU's."""
+    """Install the C++ terminate handler, once, and return it; None if the C++ library is not GNU's."""
     try:
         return _Handler()
     except (OSError, AttributeError):
@@ -124,7 +124,7 @@ def _handler() -> _Handler | None:
 
 
 def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
-    """Call `call` in gloo's thread before an error there aborts this process; None for no call.
+    """Register `call` to run in gloo's thread before an error there aborts the process; None removes it.
 
     The process is aborted when `call` returns, so it may wait until the main thread has exited.
     """
@@ -135,7 +135,7 @@ def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Exit a process in which a thread of gloo never returns, as its groups would wait forever."""
+    """End the process at exit if a thread of gloo never returns, as its groups would wait forever."""
     handler = _handler() if _handler.cache_info().currsize else None
     if handler is None:
         return

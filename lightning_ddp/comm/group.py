@@ -47,7 +47,7 @@ def span(label: str) -> AbstractContextManager[Any]:
 
 
 def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to `device` in the current stream, without a wait of the host.
+    """Return a copy of a CPU tensor on `device`, made in the current stream without a wait of the host.
 
     A copy from pageable memory makes the host wait until the stream has reached it. A copy from pinned
     memory is asynchronous; torch keeps the memory until then.
@@ -92,7 +92,7 @@ class InThread(Generic[T]):
         return self._result
 
     def until(self, done: Callable[[], bool], every_s: float, otherwise: str) -> None:
-        """Poll in the call until `done`, often at first, then every `every_s` seconds.
+        """Poll, inside the called function, until `done()`: often at first, then every `every_s` seconds.
 
         Raises:
             TimeoutError: the time is over, or no thread waits any more. Its text ends with `otherwise`.
@@ -128,7 +128,7 @@ class InThread(Generic[T]):
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view without complex numbers, which most backends do not support."""
+    """Return complex numbers as a view of real pairs, as most backends support these alone."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -180,7 +180,7 @@ class Group:
         return known[1] if known else None
 
     def next_number(self, of: Hashable) -> int:
-        """Return the number of earlier calls with this `of` in this process: 0 at the first call.
+        """Return the number of earlier calls with the key `of` for this group in this process; 0 at first.
 
         Ranks that make the same calls get the same numbers.
         """
@@ -189,7 +189,7 @@ class Group:
         return counts[of] - 1
 
     def backend(self, device: torch.device) -> str:
-        """Return the backend for `device`: 'gloo', 'nccl' for all of NCCL's, 'python' for one in Python."""
+        """Return the backend's name for `device`: 'gloo', 'nccl' for any NCCL, 'python' for one in Python."""
         name = self._names.get(device.type)
         if name is None:
             pg = self.process_group
@@ -200,7 +200,7 @@ class Group:
         return name
 
     def memory_problem(self, device: torch.device) -> str | None:
-        """Return why buckets on `device` are in plain memory; None if the backend allocates them."""
+        """Return why torch, not the backend, allocates buckets on `device`; None if the backend does."""
         may_abort = self.interrupt is not None and self.interrupt.may_abort
         return memory_problem(self.process_group, device, may_abort=may_abort)
 
@@ -215,7 +215,7 @@ class Group:
     # ------------------------------------------------------------------ collectives, not waited for
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, label: str | None = None) -> Any:
-        """Start an in-place all-reduce; `op` defaults to the sum, `label` names its purpose.
+        """Start an in-place all-reduce (default: sum) and return its work; `label` names its purpose.
 
         The tensor is contiguous, or sparse where the backend supports that; complex numbers go as pairs.
         """
@@ -228,7 +228,7 @@ class Group:
         return self.start(kind, (tensor,), lambda: start([_as_real(tensor)], options), label=label)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, label: str | None = None) -> Any:
-        """Start an in-place broadcast from group rank `src`."""
+        """Start an in-place broadcast from group rank `src` and return its work."""
         options = dist.BroadcastOptions()
         options.rootRank = src
         start, kind = self.process_group.broadcast, f"broadcast from {src}"
@@ -273,7 +273,7 @@ class Group:
     def wait(
         self, work: Any, device: torch.device, on_slice: OnSlice = None, label: str | None = None
     ) -> None:
-        """Wait for a work: on the CPU until done, with NCCL until queued on the current stream.
+        """Wait for a collective's work: on the CPU until done, with NCCL until queued on the current stream.
 
         Args:
             work: work that a collective of this group returned.
@@ -329,13 +329,13 @@ class Group:
     def wait_until(
         self, is_over: Callable[[], bool], label: str, on_slice: OnSlice = None, *, work: Any = None
     ) -> None:
-        """Poll until `is_over`; `work` is the work of which that is true, if any."""
+        """Poll until `is_over()` is True; `work` is the collective's work of which that is true, if any."""
         entry = self.lane.entry_of(work) if self.lane is not None else None
         with self._waiting(label, entry):
             self._poll(is_over, on_slice)
 
     def wait_call(self, call: InThread[Any], label: str, on_slice: OnSlice = None) -> None:
-        """Wait until a function in another thread has returned; raise a failure of the group meanwhile."""
+        """Wait until a function in another thread has returned; raise earlier if the group has failed."""
         with self._waiting(label):
             call.wait(lambda waited_s: self._look(waited_s, on_slice))
 
@@ -379,7 +379,7 @@ class Group:
     # ------------------------------------------------------------------ slices
 
     def check(self) -> None:
-        """Raise the failure that the interrupt holds, if any."""
+        """Raise the failure that another thread has set in the interrupt, if any."""
         if self.interrupt is not None:
             self.interrupt.check()
 

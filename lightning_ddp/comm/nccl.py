@@ -40,7 +40,7 @@ _OWN_ERROR = re.compile(r"Duplicate GPU|is bound to device|Expected .*tensor on 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One implementation of NCCL in torch."""
+    """One of torch's backends for NCCL: its names and how it differs from the others."""
 
     name: str
     """Name by which torch makes this one, whatever 'nccl' means."""
@@ -68,7 +68,7 @@ IMPLEMENTATIONS = (
 
 
 def is_nccl(backend: str) -> bool:
-    """Return True if a name of a backend is of NCCL.
+    """Return True if a backend with this name is one of torch's backends for NCCL.
 
     >>> is_nccl("nccl2"), is_nccl("gloo")
     (True, False)
@@ -77,13 +77,13 @@ def is_nccl(backend: str) -> bool:
 
 
 def implementation_of(backend: Any) -> Implementation | None:
-    """Return the row of a backend, also of one that TORCH_DISTRIBUTED_DEBUG wraps; None for no NCCL."""
+    """Return the `Implementation` of a backend, also of one that torch's debug mode wraps; else None."""
     name = type(getattr(backend, "wrapped_pg", backend)).__name__
     return next((each for each in IMPLEMENTATIONS if each.class_name == name), None)
 
 
 def needs_device(process_group: Any, device: torch.device) -> bool:
-    """Return True if a group beside this one has to be told its device, as it would take another one."""
+    """Return True if a new group must be given its device, as its backend would take another one."""
     with suppress(RuntimeError):  # no backend for the device
         found = implementation_of(backend_of(process_group, device))
         return found is not None and found.takes_device
@@ -91,7 +91,7 @@ def needs_device(process_group: Any, device: torch.device) -> bool:
 
 
 def default_implementation(name: str = "nccl") -> Implementation:
-    """Return the row of the implementation that torch makes for a backend's name.
+    """Return the `Implementation` that torch makes for a backend's name, such as 'nccl'.
 
     Torch reads `CHOICE_VARIABLE` when it is imported; this reads it now.
     """
@@ -108,7 +108,7 @@ def _version() -> tuple[int, int]:
 
 
 def recovery_problem(name: str) -> str | None:
-    """Return why no rank would survive an abort of a backend with this name; None if they do."""
+    """Return why an abort of the backend with this name ends the process; None if the process survives."""
     found = default_implementation(name)
     if _version() not in found.ends_process_in:
         return None
@@ -131,17 +131,17 @@ def version_problem(version: Sequence[int]) -> str | None:
 
 
 def is_timeout(text: str) -> bool:
-    """Return True if an error of a backend says that a collective has timed out."""
+    """Return True if the text of a backend's error says that a collective has timed out."""
     return _TIMEOUT.search(text) is not None
 
 
 def is_own_error(text: str) -> bool:
-    """Return True if an error of NCCL is of this rank's making, such as a wrong device."""
+    """Return True if the text of an error of NCCL shows a mistake of this rank, such as a wrong device."""
     return "NCCL" in text and _OWN_ERROR.search(text) is not None
 
 
 def error_of(process_group: Any, device: torch.device) -> str | None:
-    """Return the error that the backend's watchdog has found, such as 'COMM_ERROR', or None.
+    """Return the name of the error that the backend's watchdog has found, such as 'COMM_ERROR', or None.
 
     After an abort `nccl2` has this error; the first implementation has none.
     """
@@ -155,7 +155,7 @@ def error_of(process_group: Any, device: torch.device) -> str | None:
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    """Make a backend on `device` that is unknown to torch, of the implementation that 'nccl' means.
+    """Return a new NCCL backend on `device`, not registered with torch, of the kind that 'nccl' means.
 
     Collective: all ranks must call it.
     """
@@ -171,7 +171,7 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, device: torch.
 
 
 def memory_problem(process_group: Any, device: torch.device, *, may_abort: bool = False) -> str | None:
-    """Return why buckets are in plain memory, or None if the backend allocates them.
+    """Return why torch, not the backend, allocates the memory of buckets; None if the backend does.
 
     Memory that is registered with NCCL is sent without a copy, and reduced by an NVLink switch. The answer is
     the same on all ranks with the same variables and kind of device.
@@ -195,6 +195,6 @@ def memory_problem(process_group: Any, device: torch.device, *, may_abort: bool 
 
 
 def allocate(process_group: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros in memory that the backend has registered, where `memory_problem` has none."""
+    """Return zeros in memory that the backend has registered; only where `memory_problem` is None."""
     flat: torch.Tensor = backend_of(process_group, device).allocate_tensor(numel, dtype=dtype, device=device)
     return flat.zero_()

@@ -108,7 +108,7 @@ def broadcast_nested(
 
 
 class _TakingApart(pickle.Pickler):
-    """Pickler that takes out the tensors worth a collective, and stores their numbers instead."""
+    """Pickler that collects the tensors worth a collective, and stores their numbers instead."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -137,7 +137,7 @@ class _Assembler(pickle.Unpickler):
 
 
 def _packet(payload: bytes, inline: int) -> bytes:
-    """Return the length of the payload followed by its first `inline` bytes."""
+    """Return the length of the payload followed by its first `inline` bytes, padded with zeros."""
     return len(payload).to_bytes(_HEADER_BYTES, "little") + payload[:inline].ljust(inline, b"\0")
 
 
@@ -177,7 +177,7 @@ def _start_broadcast(call: Call, tensor: torch.Tensor, src: int) -> Any:
 
 
 def _gather_bytes(call: Call, data: bytes) -> list[bytes]:
-    """Gather the bytes of all ranks, equally many per rank, in rank order."""
+    """Return the bytes of all ranks, equally many per rank, in rank order."""
     gathered = gathered_by(call, _to_tensor(data, call.device))
     return [_to_bytes(call.group, row) for row in gathered.unbind(0)]
 

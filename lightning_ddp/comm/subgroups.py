@@ -74,7 +74,7 @@ def sub_group(group: Group, ranks: Sequence[int], device: torch.device) -> Group
 
 
 def _make(group: Group, device: torch.device, ranks: Sequence[int]) -> Group | None:
-    """Make a group of these ranks; None on other ranks, and where torch cannot make one."""
+    """Return a new group of these ranks; None on other ranks, and where torch cannot make one."""
     number = group.next_number("group")
     made: Any = None
     store: Any = None
@@ -118,7 +118,7 @@ def _make_with_torch(group: Group, ranks: Sequence[int]) -> Any | None:
 
 
 def _order(ranks: Sequence[int]) -> dict[str, Any]:
-    """Return arguments of `new_group` that keep the order of ranks, which torch would sort."""
+    """Return keyword arguments of `new_group` that keep the order of ranks, which torch would sort."""
     if list(ranks) == sorted(ranks):
         return {}
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -131,10 +131,11 @@ def _order(ranks: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def _without_splits() -> Generator[torch.device | None, None, None]:
-    """Let some ranks make a group without the others; yield the device to pass, None if none is needed.
+    """Let some ranks make a group without the others: in this context torch splits no communicator.
 
     If the default group is bound to a device, a new NCCL group is split from it, and a split waits for all
     ranks of the default group. Without a device, the new group is set up separately at its first collective.
+    It yields the device to pass to `new_group`, or None if none is needed.
     """
     default: Any = dist.group.WORLD
     device, default.bound_device_id = default.bound_device_id, None

@@ -28,7 +28,7 @@ _current_stream = torch.accelerator.current_stream
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """One bucket of a plan."""
+    """Plan of one bucket: the parameters whose gradients it holds, and its size, dtype and device."""
 
     indices: tuple[int, ...]
     """Positions of its parameters in the planned list, in the order of the flat buffer."""
@@ -54,7 +54,7 @@ class GradientStreams:
         self._noted.clear()
 
     def note(self) -> None:
-        """Record the current stream: it wrote a gradient, or holds one that has yet to be copied."""
+        """Record that the current CUDA stream wrote a gradient, or holds one that has yet to be copied."""
         stream = _current_stream(self._index)
         self._noted[stream.stream_id] = stream
 
@@ -67,7 +67,7 @@ class GradientStreams:
         self._noted[current.stream_id] = current
 
     def keep(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Keep the memory of `gradients`, maybe of another stream, until the current stream has used it."""
+        """Keep the memory of `gradients`, maybe of another stream, until this stream has used them."""
         current = _current_stream(self._index)
         if any(number != current.stream_id for number in self._noted):
             for gradient in gradients:
@@ -130,7 +130,7 @@ class Bucket:
     # ------------------------------------------------------------------ for communication hooks
 
     def index(self) -> int:
-        """Return the position in launch order, from 0."""
+        """Return the position of this bucket in the order in which reductions start, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Bucket:
         return _views(self._buffer, self.params) if self._buffer is not self.flat else list(self.views)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters, in the order of `gradients()`."""
+        """Return the parameters whose gradients are in this bucket, in the order of `gradients()`."""
         return list(self.params)
 
     def is_last(self) -> bool:
@@ -168,7 +168,7 @@ class Bucket:
     # ------------------------------------------------------------------ one backward
 
     def arm(self, num_expected: int, ready: list[int]) -> None:
-        """Reset the bucket to expect `num_expected` gradients, whose indices are added to `ready`."""
+        """Reset the bucket for a backward with `num_expected` gradients; arrivals are listed in `ready`."""
         self.armed = True
         self.ready = ready
         self.num_expected = self.num_pending = num_expected
@@ -182,10 +182,10 @@ class Bucket:
         self._buffer = self.flat
 
     def open(self) -> None:
-        """Let autograd add gradients into the buffer, where that saves their copy."""
+        """Do nothing; a `ViewBucket` lets autograd add gradients directly into the buffer, without a copy."""
 
     def withdraw(self, ready: Collection[int]) -> None:
-        """Take back the zeros that `open` has set as gradients; those of `ready` have arrived."""
+        """Do nothing; a `ViewBucket` unsets the `.grad` that `open` has set, except for those in `ready`."""
 
     def copy_early(self, position: int, scale: float | None) -> None:
         """Copy one large gradient into the buffer, scaled unless `scale` is None; TypeError if missing."""
@@ -206,7 +206,7 @@ class Bucket:
             foreach_copy_(views, cast(list[torch.Tensor], [p.grad for p in params]))
 
     def fill_absent(self, position: int, scale: float | None) -> None:
-        """Copy the contribution of a parameter without a new gradient: its accumulated one, or zeros.
+        """Fill the buffer slice of a parameter without a new gradient: with its accumulated one, or zeros.
 
         Its `.grad` is unchanged until `take_absent`.
         """
@@ -220,7 +220,7 @@ class Bucket:
             view.mul_(scale)
 
     def take_absent(self, position: int, is_used: bool) -> None:
-        """Set `.grad` of an absent parameter to the mean if some rank used it; else keep it."""
+        """Set `.grad` of a parameter without a local gradient to the mean if a rank used it; else keep it."""
         if is_used:
             self._give(position)
 
@@ -232,7 +232,7 @@ class Bucket:
             param.grad.copy_(view)
 
     def copy_out(self) -> None:
-        """Write the means to `.grad`."""
+        """Copy the averaged gradients from the flat buffer to the parameters' `.grad`."""
         present = [i for i in range(self.size) if i not in self.absent]
         if self._is_cast:
             for position in present:
@@ -248,7 +248,7 @@ class Bucket:
 
 
 class ViewBucket(Bucket):
-    """A bucket whose views become the gradients of its parameters."""
+    """Bucket in which each parameter's `.grad` is a view of the flat buffer."""
 
     _is_open = False
 
@@ -262,7 +262,7 @@ class ViewBucket(Bucket):
         self._saved.clear()
 
     def open(self) -> None:
-        """Let autograd add the small gradients into the buffer, which saves their copy.
+        """Set views of the zeroed buffer as `.grad` of small parameters: autograd adds there without a copy.
 
         `.grad` of their parameters becomes a view that holds zeros, if none of them has a gradient yet. Only
         on the CPU: on other devices one copy of many gradients costs less than one addition per gradient.
@@ -284,7 +284,7 @@ class ViewBucket(Bucket):
                 self.params[position].grad = None
 
     def _is_untouched(self, position: int) -> bool:
-        """Return True if `.grad` is the view of zeros from `open`, provided that no gradient arrived."""
+        """Return True if `.grad` is still the view that `open` has set; valid only if no gradient arrived."""
         is_view = self.params[position].grad is self.views[position]
         return self._is_open and position not in self.early and is_view
 
@@ -328,7 +328,7 @@ class ViewBucket(Bucket):
             self.views[position].copy_(saved)
 
     def copy_out(self) -> None:
-        """Do nothing: the means are in `.grad`."""
+        """Do nothing: `.grad` is a view of the flat buffer, so it has the averaged gradient already."""
 
 
 def _copy_scaled(gradient: torch.Tensor, view: torch.Tensor, scale: float | None) -> None:
@@ -360,7 +360,7 @@ class SparseBucket(Bucket):
         self.flat = value.detach()
 
     def zeros(self) -> Bucket:
-        """Return a bucket for the same parameter without any row, for a rank without input."""
+        """Return a bucket for the same parameter with an empty sparse gradient, for a rank without input."""
         bucket = super().zeros()
         bucket.set_buffer(_empty_like(self.params[0]))
         bucket.flat = bucket.buffer()
@@ -397,7 +397,7 @@ class SparseBucket(Bucket):
 
 
 def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a sparse gradient of an embedding's weight without any row."""
+    """Return a sparse tensor of the shape and dtype of an embedding's weight, in which no row is stored."""
     shape = parameter.shape
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=parameter.device),

@@ -28,19 +28,19 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 
 @contextmanager
 def unseen_by_autograd(tensors: Sequence[torch.Tensor]) -> Generator[None, None, None]:
-    """Hide writes to `tensors` in this context from autograd; a backward may still follow."""
+    """Hide in-place writes to `tensors` in this context from autograd; a backward may still follow."""
     with torch.no_grad(), preserve_version_counters(tuple(tensors)):
         yield
 
 
 def check_broadcast_buffers(value: object) -> None:
-    """Raise `ConfigurationError` if `value` is no valid `broadcast_buffers`."""
+    """Raise `ConfigurationError` if `value` is no valid value of the option `broadcast_buffers`."""
     if value not in (None, "auto", True, False):
         raise ConfigurationError(f"broadcast_buffers={value!r}: expected 'auto', True or False")
 
 
 def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None) -> Broadcast:
-    """Return when forwards broadcast buffers, from torch's arguments of these names."""
+    """Return whether forwards broadcast buffers (or 'auto'), from torch's arguments of these names."""
     check_broadcast_buffers(broadcast_buffers)
     if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
         warnings.warn(
@@ -53,7 +53,7 @@ def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None)
 
 
 class _BytePack:
-    """Buffers of one device as slices of one byte tensor."""
+    """Module buffers of one device, packed as bytes into one tensor for a single broadcast."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._bytes = [t.detach().view(-1).view(torch.uint8) for t in tensors]
@@ -163,7 +163,7 @@ class Buffers:
             return list(self.hook(self.named()) or [])
 
     def note_forward(self) -> None:
-        """Record after a forward that layers in training mode have changed their statistics."""
+        """Record that a forward has changed the statistics of the BatchNorm layers in training mode."""
         have_trained = self._have_trained or {}
         for layer in have_trained:
             if layer.training:
@@ -184,7 +184,7 @@ def _batch_norms(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch
 
 
 class ModuleSnapshot:
-    """A copy of the buffers of a module and of the states of its torchmetrics."""
+    """Copy of a module's buffers and of the states of its torchmetrics, which can be restored."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._owners = [buffers_of(owner) for owner in module.modules() if buffers_of(owner)]
@@ -197,7 +197,7 @@ class ModuleSnapshot:
         self.retake()
 
     def retake(self) -> None:
-        """Copy the present values, for the submodules and metrics found at construction."""
+        """Update the snapshot with the present values of the submodules and metrics found at construction."""
         present = list(chain.from_iterable(map(dict.values, self._owners)))
         is_same = len(present) == len(self._present) and all(map(is_, present, self._present))
         if not is_same or self._shapes != [tensor.shape for tensor in self._tensors]:
@@ -215,7 +215,7 @@ class ModuleSnapshot:
         self._values = [tensor.detach().clone() for tensor in self._tensors]
 
     def restore(self) -> None:
-        """Restore buffers and metrics, in place and unseen by autograd."""
+        """Write the saved buffers and metric states back to the module, in place and hidden from autograd."""
         with unseen_by_autograd(self._tensors):
             for tensor, value in zip(self._tensors, self._values, strict=True):
                 tensor.detach().copy_(value)

@@ -24,7 +24,7 @@ _ANSWER_WAIT_S = 0.2
 
 
 class Board:
-    """Reports of missing gradients in the group's store, by step and rank.
+    """Exchange of reports of missing gradients through the group's store, by step and rank.
 
     The token is the same on all ranks, different for every wrapped module. Threads query the store, as its
     process may be stopped (SIGSTOP) and not reply.
@@ -35,7 +35,7 @@ class Board:
         self._prefix = f"lightning_ddp/missing/{token}"
 
     def report(self, step: int, names: Sequence[str], num_launched: int) -> MissingGradientError:
-        """Post the parameters without a gradient on this rank, wait for the posts of the others.
+        """Post this rank's parameters without a gradient, collect the posts of all ranks; return the error.
 
         Return the error to raise, the same on all ranks up to the rank in its first line. `num_launched` is
         the number of buckets whose reduction this rank has started in this step.
@@ -67,7 +67,7 @@ class Board:
         )
 
     def watch(self, step: int, num_launched: int) -> Callable[[float], None]:
-        """Return a callback for waits of this step, which looks for reports and raises their error."""
+        """Return a callback for the waits of a step that raises if another rank reports missing gradients."""
         next_look_s = _FIRST_LOOK_S
         asked: InThread[bool] | None = None
 
@@ -90,7 +90,7 @@ class Board:
 
 
 class BackwardFailures:
-    """Factory of the errors of one reducer, which keeps those after which its ranks cannot continue."""
+    """Factory of a reducer's errors in backward; it keeps an error after which ranks cannot continue."""
 
     def __init__(self, board: Board, names: Sequence[str]) -> None:
         self.board = board
@@ -99,7 +99,7 @@ class BackwardFailures:
         self._broken: Exception | None = None
 
     def check_usable(self) -> None:
-        """Raise again the error of an earlier backward after which the ranks cannot continue."""
+        """Raise again the error, if any, of an earlier backward after which the ranks cannot continue."""
         if self._broken is None:
             return
         if isinstance(self._broken, MissingGradientError):
@@ -107,7 +107,7 @@ class BackwardFailures:
         raise BackwardOrderError(str(self._broken))
 
     def note(self, error: MissingGradientError) -> None:
-        """Keep an error after which the collectives of the ranks no longer match."""
+        """Store an error after which the ranks' collectives no longer match, for `check_usable` to raise."""
         self._broken = error.copy()
 
     def missing(self, step: int, late: Sequence[int], num_launched: int) -> MissingGradientError:
@@ -163,7 +163,7 @@ class BackwardFailures:
 
 
 class _Averaged(torch.autograd.Function):
-    """Identity whose backward raises an error that explains why it is not supported."""
+    """Identity function whose backward raises an error: averaged gradients cannot be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ _UNKNOWN = 2**62
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """Find tensors in nested lists, tuples, dicts, dataclasses, local RRefs and pytrees.
+    """Yield the tensors in nested lists, tuples, dicts, dataclasses, local RRefs and pytrees.
 
     >>> [int(t) for t in find_tensors({"a": torch.tensor(1), "b": (torch.tensor(2), "text", [None])})]
     [1, 2]
@@ -65,7 +65,7 @@ def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
 
 
 class Expected(Enum):
-    """Gradient that a backward is expected to give a parameter."""
+    """Whether a backward is expected to give a parameter a gradient and, if not, why."""
 
     YES = auto()
     NOWHERE = auto()
@@ -77,7 +77,7 @@ class Expected(Enum):
 
 
 class Gradients:
-    """The expected gradients of a reducer's backward, compared with those that arrive."""
+    """Record of which gradients a reducer's backward is expected to give and which have arrived."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Gradients:
 
     @property
     def may_lack(self) -> bool:
-        """True if a parameter without a gradient is allowed."""
+        """True if a backward may leave a parameter without a gradient."""
         return self.finds_unused and not self.is_static
 
     @property
@@ -125,7 +125,7 @@ class Gradients:
     # ------------------------------------------------------------------ before and while they come
 
     def prepare(self, outputs: Sequence[torch.Tensor], absent: Iterable[int]) -> None:
-        """Set what the next backward, from `outputs`, gives each parameter: nothing to those in `absent`."""
+        """Determine which parameters get a gradient in a backward from `outputs`; none of `absent` do."""
         expected = self.expected = self._usual.copy()
         switched_off = [i for i, p in enumerate(self._params) if not p.requires_grad]
         for index in (*switched_off, *absent):
@@ -142,7 +142,7 @@ class Gradients:
         return self.expected.count(Expected.YES) == len(self.expected)
 
     def arm(self, ready: list[int]) -> None:
-        """Reset the buckets to expect the gradients of the next backward, whose indices go to `ready`."""
+        """Reset all buckets for the next backward; arriving gradients append their indices to `ready`."""
         is_usual = self._are_all_expected and not self.is_static
         for bucket in self._layout.buckets:
             if is_usual or self.is_learning:
@@ -152,7 +152,7 @@ class Gradients:
             bucket.arm(number, ready)
 
     def start(self) -> list[Bucket]:
-        """Fill in the parameters known to get no gradient; return the buckets that are full by that."""
+        """Fill the bucket slices of parameters that get no gradient; return the buckets full by that."""
         if self._are_all_expected:
             return []
         for index, expected in enumerate(self.expected):
@@ -164,13 +164,13 @@ class Gradients:
         return full
 
     def _is_unused(self, bucket: Bucket) -> bool:
-        """Return True if no rank launches a bucket for which no gradient arrived."""
+        """Return True if a bucket without a gradient is skipped: no rank reduces it."""
         return (self._skips_unused and self.may_lack and len(bucket.absent) == bucket.size) or all(
             self.expected[index] is Expected.NOWHERE for index in bucket.spec.indices
         )
 
     def mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
-        """Count parameters without a gradient as ready; return the buckets that are full by that."""
+        """Count parameters without a gradient as arrived; return the buckets that this makes full."""
         full = []
         for index in indices:
             bucket = self._fill_absent(index)
@@ -210,12 +210,12 @@ class Gradients:
     # ------------------------------------------------------------------ when the backward is over
 
     def late(self, state: BackwardState) -> list[int]:
-        """Return the parameters that lack gradients at the end of a backward."""
+        """Return the indices of parameters whose expected gradients are missing at the end of backward."""
         found = Counter(state.ready)
         return [i for i, e in enumerate(self.expected) if e is Expected.YES and found[i] < self.counts[i]]
 
     def learn(self, ready: Sequence[int]) -> None:
-        """Record the gradients of a static graph's first step, and copy the large gradients."""
+        """Record how many gradients each parameter got in a static graph's first step; copy large ones."""
         found, scale = Counter(ready), self._reduction.scale
         self.counts = [found[i] for i in range(len(self._params))]
         self._usual = [Expected.YES if count else Expected.NEVER for count in self.counts]
@@ -234,7 +234,7 @@ class Gradients:
         return [b.spec.indices[p] for b in self._layout.buckets for p in sorted(b.absent)]
 
     def start_exchange(self, absent: Sequence[int] | None) -> Any | None:
-        """Start the sum over the ranks of the parameters that each used since the last, if that is needed.
+        """Start an all-reduce of how many ranks used each parameter since the last; return its work, or None.
 
         `absent` is None on a rank without input, which takes part in the backward of the others.
         """
@@ -247,7 +247,7 @@ class Gradients:
         return self._group.all_reduce(self._sums)
 
     def settle(self, absent: Sequence[int], exchange: Any | None) -> None:
-        """Wait for the exchange; give absent parameters the mean where another rank has used them."""
+        """Wait for the counts of use; set `.grad` of parameters unused here to the mean if used elsewhere."""
         counts = self._settled
         if exchange is not None:
             self._group.wait(exchange, self._device)

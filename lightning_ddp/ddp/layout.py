@@ -75,7 +75,7 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """Properties of a parameter that decide about its bucket."""
+    """Properties of a parameter that decide about its bucket: size, dtype, device, sparse gradients."""
 
     numel: int
     dtype: torch.dtype
@@ -88,7 +88,7 @@ class ParameterSpec:
     def of(
         cls, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
     ) -> ParameterSpec:
-        """Describe `parameter`; a floating-point gradient is reduced in `dtype`, unless that is None."""
+        """Return the spec of `parameter`; a float gradient is reduced in `dtype`, unless that is None."""
         reduced = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         return cls(numel=parameter.numel(), dtype=reduced, device=parameter.device, is_sparse=is_sparse)
 
@@ -177,11 +177,11 @@ class BucketLayout:
         self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
 
     def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
-        """Plan buckets for gradients that become ready in `order`, a permutation of parameters."""
+        """Return a bucket plan for gradients that become ready in `order`, a permutation of parameters."""
         return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
 
     def apply(self, plan: Sequence[BucketSpec], late_only: frozenset[int] = frozenset()) -> None:
-        """Make the buckets of `plan`, in the memory of the present buckets; gradients in it are moved.
+        """Replace the buckets by those of `plan`, in the same memory; gradients in the old ones are moved.
 
         Parameters in `late_only` get several gradients in one backward.
         """
@@ -219,7 +219,7 @@ class BucketLayout:
         return kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
 
     def _slice_storage(self, plan: Sequence[BucketSpec]) -> list[torch.Tensor]:
-        """Slice the flat buffers from one allocation per dtype and device, which all plans reuse."""
+        """Return a plan's flat buffers: slices of one allocation per dtype and device, reused by all."""
         offsets: dict[_Kind, int] = defaultdict(int)
         flats = []
         for spec in plan:
@@ -255,6 +255,6 @@ class BucketLayout:
 
 
 def _aligned(numel: int, dtype: torch.dtype) -> int:
-    """Round `numel` up to the alignment of buckets."""
+    """Return the number of elements `numel`, rounded up to the alignment of buckets."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // step) * step

@@ -28,7 +28,7 @@ _UNSIZED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """The part of one rank in a step of all ranks."""
+    """Role of this rank in a step: it has a new batch or repeats its last one; how many have a new one."""
 
     is_replay: bool
     """True if this rank has run out of batches and repeats its last one."""
@@ -37,7 +37,7 @@ class Turn:
 
 
 class Lockstep:
-    """The steps that all ranks of a group take together, as long as one rank has batches.
+    """Coordination of ranks with unequal numbers of batches: all take steps until none has a new batch.
 
     The order of one step is: the loader's next batch (communicates), `begin`, the forward inside `step`, the
     backward of `scale(loss)`, `restore`.
@@ -76,7 +76,7 @@ class Lockstep:
     def wrap(
         self, loader: Any, most: Callable[[], int] | None = None, spare: Callable[[], Any] | None = None
     ) -> LockstepLoader:
-        """Wrap `loader` in a loader that ends on all ranks at the same step.
+        """Return a wrapper of `loader` that ends on all ranks at the same step.
 
         `most` returns the number of batches of the longest loader; None exchanges the lengths now. `spare`
         makes a batch for a rank that has none to repeat; None raises an error there.
@@ -103,12 +103,12 @@ class Lockstep:
         return LockstepLoader(loader, self, most)
 
     def restart(self) -> None:
-        """Begin a new epoch: drop the fetched and unused steps."""
+        """Discard the steps that were fetched but not used, as a new epoch begins."""
         self._is_waiting = self._is_due = False
         self._turns.clear()
 
     def rejoin(self, group: Group) -> None:
-        """Continue with the ranks of `group`: drop the fetched and unused steps."""
+        """Use the ranks of `group` from now on; discard the steps that were fetched but not used."""
         self._group = group
         self.restart()
 
@@ -154,14 +154,14 @@ class Lockstep:
     # ------------------------------------------------------------------ a step
 
     def begin(self) -> None:
-        """Make the first fetched step the present one, once per fetch."""
+        """Make the oldest fetched step the current one; do nothing if called again before the next fetch."""
         if self._is_due and self._turns:
             self.turn = self._turns.popleft()
             self._is_due = False
 
     @contextmanager
     def step(self, module: torch.nn.Module) -> Generator[None, None, None]:
-        """Run a step's forward in this context; a replay restores `module`'s buffers and metrics.
+        """Run a step's forward in this context; if its batch is repeated, restore `module`'s buffers then.
 
         RNG states are not restored, so that ranks that were seeded alike continue to draw alike.
         """
@@ -174,7 +174,7 @@ class Lockstep:
             self.restore()
 
     def restore(self) -> None:
-        """Restore buffers and metrics after a backward, which may have repeated forwards."""
+        """Restore buffers and metrics after the backward of a repeated batch, which may rerun forwards."""
         if self._kept is not None and not self._is_stepping:
             self._kept.restore()
 
@@ -239,7 +239,7 @@ class LockstepLoader:
         return int(self._most())
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch, without prefetching; every step of it communicates."""
+        """Yield an epoch's batches, without prefetching; each step communicates with the other ranks."""
         batches = iter(self._loader)
         self._lockstep.restart()
         # A generator that has ended asks no more: some iterators would start another epoch.
@@ -257,7 +257,7 @@ class LockstepLoader:
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies; a factor of 0 gives 0, also for gradients not finite."""
+    """Identity whose backward multiplies gradients by a factor; 0 gives 0, also for non-finite gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:

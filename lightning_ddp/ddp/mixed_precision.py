@@ -16,7 +16,7 @@ from lightning_ddp.errors import ConfigurationError
 
 
 class MixedPrecision:
-    """Exchange of parameters for low-precision copies and back; construction casts the buffers."""
+    """Mixed precision: swaps parameters for low-precision copies and back; construction casts the buffers."""
 
     def __init__(self, config: Any, module: torch.nn.Module, ignored: frozenset[str] = frozenset()) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
@@ -59,7 +59,7 @@ class MixedPrecision:
                 grad.record_stream(torch.cuda.current_stream(grad.device))
 
     def restore_after_backward(self, outputs: Any) -> None:
-        """Restore the parameters after a backward from `outputs`, or now if no backward can follow."""
+        """Restore parameters at the end of a backward from `outputs`, or now if no backward can follow."""
         tensors = [t for t in find_tensors(outputs) if t.requires_grad]
         if not tensors:
             self.restore_parameters()
@@ -71,7 +71,7 @@ class MixedPrecision:
             tensor.register_hook(start)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Cast floating-point tensors in nested containers to `param_dtype`."""
+        """Return `inputs` with floating-point tensors in nested containers cast to `param_dtype`."""
         dtype = self.config.param_dtype
 
         def low(leaf: Any) -> Any:

@@ -222,7 +222,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
     def _connect(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str, hosts: Hosts | None
     ) -> None:
-        """Make the objects tied to this process and group; collective if ranks share hosts."""
+        """Create the reducer and other objects of this process and group; collective if ranks share hosts."""
         ignored = frozenset(self.parameters_to_ignore)
         sparse = sparse_parameters(self.module.modules())
         self._module_buffers = Buffers(self._group, self.module, ignored, self._broadcast)
@@ -263,7 +263,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._connect(trainable_parameters(self.module, self.parameters_to_ignore), "restored", None)
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
-        """Refuse synchronized batch normalization on the CPU; named as torch's own check."""
+        """Raise if `module` has SyncBatchNorm layers on the CPU; named as torch's own check."""
         layers = [n for n, m in module.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
         if layers and self.device.type == "cpu":
             raise ConfigurationError(
@@ -346,7 +346,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return output
 
     def _prepare(self) -> None:
-        """Replace torch's optimizers in backward, before the first forward."""
+        """Make optimizers that torch steps during backward wait for averages, before the first forward."""
         self._has_prepared = True
         params = self._places.parameters
         if not any(hasattr(p, OPTIMIZERS_IN_BACKWARD) for p in params):
@@ -541,7 +541,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return self.process_group
 
     def _notify_joined(self, is_training: bool) -> None:
-        """Announce a forward, and its kind, to the ranks without input."""
+        """Tell ranks without input, inside `join()`, that a forward starts, and if it trains and syncs."""
         self._active_ranks = None
         if not is_joining(self):
             return
@@ -553,7 +553,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._forward_notice = (self._group.all_reduce(notice), notice)
 
     def _agree_on_source(self, is_candidate: bool) -> int:
-        """Return the highest group rank among the candidates; collective."""
+        """Return the highest group rank among those that pass `is_candidate`; collective."""
         rank = uploaded(torch.tensor([self._group.rank if is_candidate else -1]), self.device)
         self._group.wait(self._group.all_reduce(rank, dist.ReduceOp.MAX), self.device)
         return int(rank.item())
@@ -597,13 +597,13 @@ class BucketedDDP(Joinable, torch.nn.Module):
 
 
 class _ShadowSteps(JoinHook):
-    """Hook that mirrors the communication of the wrapper on a rank that has joined, in its order."""
+    """Hook of torch's `Join`: a rank without input makes the same collectives as the others, in order."""
 
     def __init__(self, wrapper: BucketedDDP) -> None:
         self._wrapper = wrapper
 
     def main_hook(self) -> None:
-        """Mirror one forward of the others: plan buckets, sync buffers, send zeros for every bucket."""
+        """Match the collectives of a step of ranks with input: plan buckets, sync buffers, reduce zeros."""
         wrapper, group = self._wrapper, self._wrapper._group
         notice = torch.zeros(2, device=wrapper.device)
         group.wait(group.all_reduce(notice), wrapper.device)

@@ -92,7 +92,7 @@ def _group_of_mesh(mesh: Any) -> Any:
 def check_backend(
     group: Group, module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> None:
-    """Refuse parameters whose gradients the backend cannot reduce: sparse, or on another device."""
+    """Raise if the backend cannot reduce a parameter's gradient: it is sparse, or on another device."""
     bound = getattr(group.process_group, "bound_device_id", None)
     kind = bound.type if bound is not None else None
     elsewhere = [n for n, p in named if p.device.type == kind and p.device != bound]
@@ -121,7 +121,7 @@ def check_device_ids(
     output_device: int | torch.device | None,
     parameters: Sequence[torch.Tensor],
 ) -> list[int] | None:
-    """Return the index of the CUDA device to which inputs are moved, or None to leave them alone."""
+    """Return the index, in a list, of the CUDA device that inputs are moved to; None to leave them alone."""
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigurationError(
             f"device_ids can only be None or contain a single element. Got {device_ids}: one process drives"
@@ -144,7 +144,7 @@ def check_device_ids(
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Check that `hook` is callable, and that its annotations are those of a communication hook, if any."""
+    """Raise unless `hook` is callable, with the annotations of a communication hook, if it has any."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {hook!r}.")
     try:
@@ -173,7 +173,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 def verify_across_ranks(
     group: Group, named: Iterable[tuple[str, torch.Tensor]], device: torch.device, settings: dict[str, Any]
 ) -> str:
-    """Check that all ranks hold the same parameters and settings.
+    """Raise if parameters or settings differ between ranks; return a token that all ranks have in common.
 
     Collective: all ranks must call it.
 
@@ -229,7 +229,7 @@ def _entry(rank: int, entry: tuple[Any, ...]) -> str:
 
 
 class ParameterPlaces:
-    """Check for parameters that were replaced, for one forward (`functional_call`) or permanently.
+    """Detector of parameters that were replaced in a module, for one forward (`functional_call`) or for good.
 
     A parameter that has moved within the module is not replaced: `torch.nn.utils.prune` registers the same
     parameter under another name, and computes the tensor under the old name from it.
@@ -245,12 +245,12 @@ class ParameterPlaces:
             self._places.append((parameters_of(module.get_submodule(path)), key, parameter))
 
     def replaced(self) -> list[int]:
-        """Return positions of parameters that the module does not hold now."""
+        """Return the indices of parameters that the module no longer holds under any name."""
         gone = [i for i, (owner, key, p) in enumerate(self._places) if owner.get(key) is not p]
         return self._without_moved(gone) if gone else []
 
     def _without_moved(self, gone: Sequence[int]) -> list[int]:
-        """Search the module for parameters under other names, record these, and return the rest."""
+        """Record the new names of parameters that moved within the module; return indices of the others."""
         found = {
             id(p): (parameters_of(layer), key)
             for layer in self._module.modules()

@@ -33,7 +33,7 @@ _Hook = Callable[[torch.Tensor], None]
 
 
 class Reducer:
-    """Average of the gradients of `parameters` over the ranks of `group`, in buckets.
+    """Engine that averages the gradients of `parameters` over the ranks of `group`, in buckets.
 
     The parameters, all of which require gradients, are the same on all ranks, in the same order. If some
     ranks share a host, construction is collective.
@@ -93,7 +93,7 @@ class Reducer:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The present buckets, in launch order."""
+        """The current buckets, in the order in which their reductions start."""
         return self.layout.buckets
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Reducer:
         self._renew_hooks()
 
     def rebuild(self) -> None:
-        """Plan the buckets again, once, in the order in which gradients became ready on rank 0.
+        """Rebuild the buckets once, in the order in which gradients became ready on rank 0.
 
         Collective: all ranks must call it before each forward; communicates before the second step only.
         """
@@ -127,7 +127,7 @@ class Reducer:
             self._apply(plan)
 
     def _note_order(self, order: Sequence[int]) -> None:
-        """Keep the order of the gradients of the first synchronized backward, at its end."""
+        """Store the order of arrival in the first synchronized backward, by which `rebuild` plans buckets."""
         if not self.has_rebuilt and not self._gradients.may_lack:
             self._first_order = list(order)
 
@@ -138,7 +138,7 @@ class Reducer:
     # ------------------------------------------------------------------ hooks of autograd
 
     def _renew_hooks(self) -> None:
-        """Register a hook on each parameter, also if its `requires_grad` is off at the moment."""
+        """Replace the autograd hooks of all parameters, also if `requires_grad` is off at the moment."""
         _remove(self._handles)
         self._are_hooks_learning = self._gradients.is_learning
         for index, (bucket, position) in self.layout.where.items():
@@ -151,9 +151,10 @@ class Reducer:
             parameter.requires_grad_(is_on)
 
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
-        """Return a hook that counts down the bucket: the hottest code of a step.
+        """Return a parameter's gradient hook, which counts arrivals and starts a full bucket's reduction.
 
-        It refers to the reducer weakly, so that parameters do not keep the reducer alive.
+        It is the hottest code of a step. Its reference to the reducer is weak, so that parameters do not keep
+        the reducer alive.
         """
         owner = weakref.ref(self)
         is_early = position in bucket.early and not self._are_hooks_learning
@@ -180,7 +181,7 @@ class Reducer:
     # ------------------------------------------------------------------ start of a backward
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
-        """Reduce the buckets with `hook` from the next backward on."""
+        """Reduce the buckets with the communication hook `hook` from the next backward on."""
         self.reduction.set_hook(state, hook)
         if self.layout.is_shared:  # a hook may do anything with its tensor, such as resize it
             self.layout.leave_shared_memory()
@@ -189,7 +190,7 @@ class Reducer:
                 self._gradients.arm(self._backward.ready)
 
     def arm(self, outputs: Any = None, absent: Iterable[int] = ()) -> None:
-        """Expect the gradients of the next backward, which starts from the tensors in `outputs`.
+        """Prepare to average the gradients of the next backward, which starts from the tensors in `outputs`.
 
         Parameters in `absent` get no gradient on any rank, nor do those with `requires_grad` off. If the last
         backward was interrupted, wait for the reductions that it had launched.
@@ -224,7 +225,7 @@ class Reducer:
             bucket.armed = False
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
-        """Clean up after a failed backward; with `waits`, wait for its unused reductions."""
+        """Undo a failed backward's changes of `.grad`; with `waits`, first wait for its unused reductions."""
         for bucket in self.buckets[: state.num_taken] if waits else ():
             if bucket.work is not None:
                 with suppress(CommHookError):
@@ -239,7 +240,7 @@ class Reducer:
         state.begun_at = time.monotonic()
 
     def begin(self) -> BackwardState:
-        """Begin the synchronized backward, unless it has begun, and return its state.
+        """Start the synchronized backward at its first gradient, unless it is running; return its state.
 
         Thread-safe.
         """
@@ -266,7 +267,7 @@ class Reducer:
     # ------------------------------------------------------------------ gradients arrive
 
     def _progress(self, bucket: Bucket) -> None:
-        """Handle the first or the last gradient of a bucket."""
+        """Start the backward at a bucket's first gradient, its reduction at the last; refuse further ones."""
         state = self.begin()
         if bucket.num_pending < 0:
             raise self._gradients.ready_twice(state)
@@ -274,7 +275,7 @@ class Reducer:
             self._fill(bucket, state)
 
     def _fill(self, bucket: Bucket, state: BackwardState) -> None:
-        """Mark a bucket as full; launch it and the buckets that waited for it, in order."""
+        """Mark a bucket as full and copy its small gradients; start all reductions next in launch order."""
         self.recorder.ready(bucket.index(), bucket.flat)
         if bucket.streams is not None:
             bucket.streams.join()
@@ -297,7 +298,7 @@ class Reducer:
                 state.num_taken += 1
 
     def _copy_early(self, bucket: Bucket, position: int) -> None:
-        """Copy a large gradient into the bucket while it is in the cache."""
+        """Copy a large gradient into its bucket when it arrives, while it is in the processor's cache."""
         with torch.no_grad():
             try:
                 bucket.copy_early(position, self.reduction.scale)
@@ -307,7 +308,7 @@ class Reducer:
     # ------------------------------------------------------------------ end of a backward
 
     def _finish(self) -> None:
-        """Finish a backward; called by the autograd engine once all its gradients are computed."""
+        """Complete the averages and write them to `.grad`; called by autograd at the end of a backward."""
         state = self._backward
         assert state is not None
         self.recorder.end_backward()
@@ -328,7 +329,7 @@ class Reducer:
         self._backward = None
 
     def _close_buckets(self, state: BackwardState) -> None:
-        """Launch the buckets that are not launched yet, or raise an error if gradients are missing."""
+        """Start the remaining reductions at the end of a backward, or raise if gradients are missing."""
         if self._gradients.is_learning:
             self._gradients.learn(state.ready)
             for bucket in self.buckets:
@@ -387,11 +388,11 @@ class Reducer:
             raise
 
     def _watch(self, state: BackwardState) -> Callable[[float], None]:
-        """Return a callback for waits of this backward, which polls for missing gradients elsewhere."""
+        """Return a callback for waits of this backward that raises if another rank lacks gradients."""
         return self.failures.board.watch(state.step, state.num_taken)
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
-        """Sum a bucket over the ranks; return a future. torch's own hooks call this name."""
+        """Start the sum of a bucket over the ranks; return its future. torch's own hooks call this method."""
         return self._group.all_reduce(bucket.buffer()).get_future()
 
 

@@ -26,7 +26,7 @@ CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 def _ignore(_waited_s: float) -> None:
-    """Do nothing in a slice of a wait."""
+    """Do nothing: the default callback of a wait, which gets the seconds waited so far."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class BackwardState:
 
 
 class Reduction:
-    """Start of the reduction of full buckets, and wait for it.
+    """Transport of a reducer: starts the reductions of full buckets over the ranks, and waits for them.
 
     All ranks must call its methods in the same order. The flat buffers lie in `memory`, if the ranks share
     memory; else they are reduced by the group.
@@ -71,25 +71,25 @@ class Reduction:
         self.scale: float | None = 1.0 / group.size  # factor of gradients when they are copied to the bucket
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
-        """Reduce the buckets with `hook` from the next backward on; the hook has to scale."""
+        """Reduce buckets with `hook` from the next backward on; it has to divide by the number of ranks."""
         self.hook = hook
         self._memory = None
         self.state = state
         self.scale = None
 
     def set_divisor(self, divisor: int) -> None:
-        """Set the divisor of the built-in mean; a hook divides by itself."""
+        """Set the divisor of the built-in mean; without effect with a hook, which divides by itself."""
         if self.hook is None:
             self.scale = 1.0 / divisor
 
     def close(self) -> None:
-        """End what the thread of the transport waits for, and stop it. Nothing is launched any more."""
+        """Stop the thread that reduces, and end its waits; no reduction can be started after that."""
         if self._memory is not None:
             self._memory.close()
         self._worker.end()
 
     def launch(self, bucket: Bucket, state: BackwardState) -> None:
-        """Start the reduction of a full bucket, the next in the launch order of all ranks."""
+        """Start the reduction of a full bucket over the ranks; all ranks do so in the same order."""
         if bucket.is_skipped or not bucket.flat.numel():
             return
         if self.hook is None:

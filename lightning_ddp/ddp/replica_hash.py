@@ -35,7 +35,7 @@ _MOST_KEPT = 2048
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as the widest integers that they fill: a view, if it is dense."""
+    """Return a tensor's elements as a 1-D tensor of the widest integers that fit: a view, if it is dense."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -81,7 +81,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Slice:
-    """State that is hashed in one step."""
+    """Part of the replicas' state that is hashed in one step: its names, and the function that hashes it."""
 
     names: tuple[str, ...]
     compute: Callable[[], Tensor]
@@ -90,7 +90,7 @@ class _Slice:
 
 
 def _slices(tensors: Mapping[str, Tensor], *, num_slices: int, most_bytes: int | None) -> list[_Slice]:
-    """Divide a state into slices, in the same way on all ranks if names and shapes are the same."""
+    """Divide tensors into slices to hash, in the same way on all ranks if names and shapes are the same."""
     alike: dict[Any, list[tuple[str, Tensor, slice]]] = defaultdict(list)
     for name, tensor in tensors.items():
         kind, is_plain = tensor.device.type, type(tensor) in (Tensor, torch.nn.Parameter)
@@ -115,7 +115,7 @@ def _number_slices(numbers: Mapping[str, Any]) -> list[_Slice]:
 
 
 def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, slice]]:
-    """Divide a tensor into pieces: ranges of its words."""
+    """Return ranges of a tensor's integer words, of at most `most_bytes` each, with the tensor and name."""
     if tensor.numel() * tensor.element_size() <= most_bytes:
         return [(name, tensor, slice(None))]
     words = words_of(tensor)
@@ -124,7 +124,7 @@ def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, 
 
 
 def _pack(pieces: Sequence[Any], most: int, most_bytes: int) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-    """Divide pieces into slices of at most so many pieces and bytes, and give each its names."""
+    """Yield groups of at most `most` pieces and `most_bytes` bytes, with the names of the pieces in each."""
     part: list[Any] = []
     num_bytes = 0
     for piece in [*pieces, None]:
@@ -137,7 +137,7 @@ def _pack(pieces: Sequence[Any], most: int, most_bytes: int) -> Iterator[tuple[t
 
 
 class _Sums:
-    """Sums of the words of some pieces. Views are kept, as making one takes as long as a sum."""
+    """Function that sums the words of each piece. Views are kept, as making one takes as long as a sum."""
 
     def __init__(self, pieces: Sequence[tuple[str, Tensor, slice]]) -> None:
         self._pieces = pieces
@@ -166,7 +166,7 @@ def _scalars(pieces: Sequence[tuple[str, Tensor, slice]]) -> Tensor:
 
 
 class Hashed(NamedTuple):
-    """A slice after a step."""
+    """Hash of one slice of the replicas' state after a step, with its sequence number."""
 
     number: int
     """Number of the hash, the same on all ranks."""
@@ -178,14 +178,14 @@ class Hashed(NamedTuple):
 
     @property
     def value(self) -> int:
-        """Hash of names and values, of 48 bits: exact as a number of JSON."""
+        """48-bit hash of the names and values: exact as a JSON number."""
         names = "\0".join(self.names).encode(errors="surrogatepass")
         data = names + struct.pack(f"{len(self.values)}q", *self.values)
         return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big")
 
 
 class StateHasher:
-    """Hash this rank's parameters and optimizer state, a slice of them after each step.
+    """Hasher of this rank's parameters and optimizer state, a slice of them after each step.
 
     Args:
         read: returns the state that has to be equal; called once a cycle.
@@ -201,7 +201,7 @@ class StateHasher:
         self.begin()
 
     def begin(self) -> None:
-        """Count anew, with a new cycle: all ranks do so after the same step."""
+        """Restart the numbers of hashes and the cycle of slices; all ranks do so after the same step."""
         self.num_hashed = 0
         self._queued: deque[tuple[Callable[[tuple[int, ...]], Hashed], Tensor, Any]] = deque()
         """Hashes whose values may still be on a device, with the event after which they are not."""
@@ -210,17 +210,17 @@ class StateHasher:
         self.begin_cycle()
 
     def begin_cycle(self) -> None:
-        """Read the state again before the next hash."""
+        """Start again with the first slice: the state is read anew before the next hash."""
         self.cycle: list[_Slice] = []
         self._position = 0
 
     def release(self) -> None:
-        """Let go of all tensors."""
+        """Drop all references to tensors of the state, and start again with the first slice."""
         self.begin_cycle()
         self._of, self._parts = [], []
 
     def hash_next(self, step: int) -> None:
-        """Hash the next slice, after a step. On a device values come later, and the host does not wait."""
+        """Hash the next slice, after a step; on a device the value comes later, without a host wait."""
         if self._position == len(self.cycle):
             self._read_all()
         if not self.cycle:
@@ -261,13 +261,13 @@ class StateHasher:
     # ------------------------------------------------------------------ also in other threads
 
     def take_fresh(self) -> dict[int, int]:
-        """Return the hashes made since the last call: number of the hash in this run -> its value."""
+        """Return the hashes that were completed since the last call: sequence number -> value."""
         fresh = self._fresh  # which `begin` replaces
         taken = [fresh.popleft() for _ in range(len(fresh))]
         return {hashed.number: hashed.value for hashed in taken}
 
     def find(self, number: int) -> tuple[Hashed | None, int | None]:
-        """Return the hash with a number, and the step of its slice's hash before; None if forgotten."""
+        """Return the kept hash with this number, and the step of its slice's hash before; None if dropped."""
         kept = list(self._kept)
         found = next((hashed for hashed in kept if hashed.number == number), None)
         names = {*found.names} if found is not None else set()
@@ -276,7 +276,7 @@ class StateHasher:
 
 
 def differing_state(group: Group, state: State, device: torch.device) -> dict[str, list[int]]:
-    """Compare a state on all ranks; return the names that differ, and the ranks outside the majority.
+    """Compare a state across ranks; return the names that differ, each with the ranks outside the majority.
 
     Without a majority these are all ranks. All ranks get the same result.
 

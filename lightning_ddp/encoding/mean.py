@@ -57,7 +57,7 @@ class _BlockCodec:
         self.block_size = block_size
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Scale each block by its largest absolute value and round; a block of zeros stays zero."""
+        """Return uint8 rows: scales of all blocks, then 8-bit codes of the values; zeros stay zero."""
         num_rows, length = rows.shape
         if length % self.block_size:
             rows = torch.nn.functional.pad(rows, (0, -length % self.block_size))
@@ -86,13 +86,13 @@ class _BlockCodec:
 
 
 class Int8Codec(_BlockCodec):
-    """Codec for integers from -127 to 127; the error is at most the block's largest value / 254."""
+    """Block codec for integers from -127 to 127; the error is at most the block's largest value / 254."""
 
     dtype, largest = torch.int8, 127.0
 
 
 class Fp8Codec(_BlockCodec):
-    """Codec for 3-bit mantissas: relative error at most 1/16 for values above the largest / 28,672."""
+    """Block codec for 8-bit floats: relative error at most 1/16 for values above the largest / 28,672."""
 
     dtype, largest = torch.float8_e4m3fn, 448.0
 
@@ -116,21 +116,21 @@ class CastCodec:
 
 
 class Wire:
-    """Sender of unencoded flat tensors, for jobs of a channel; all ranks must make the same calls."""
+    """Transport that averages and gathers unencoded tensors, in jobs of a channel; all ranks call alike."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return `count` 1-D tensors that `begin` sends best, for one job at a time."""
+        """Return `count` 1-D tensors that `begin` sends with the fewest copies, for one job at a time."""
         return self._channel.empties(count, numel, dtype)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a 1-D tensor, bitwise the same on all ranks; may reuse its memory."""
+        """Return the mean of a 1-D tensor over the ranks, bitwise equal on all; may reuse its memory."""
         return self.begin(flat)()
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start a `mean`; return its wait. Several may be in progress; wait in the order of the starts."""
+        """Start a `mean`; return a function that waits for it. Several may run; wait in order of starts."""
         if not flat.numel():
             return lambda: flat
         return self._channel.start_all_reduce(flat.div_(self._channel.size))
@@ -141,7 +141,7 @@ class Wire:
 
 
 class EncodedWire(Wire):
-    """Wire that sends encoded numbers and sums them in float32.
+    """Transport that averages and gathers tensors in encoded form, and sums them in float32.
 
     The mean is a reduce-scatter and an all-gather: rank r gets the encoded r-th part of every rank, decodes
     and adds them, and sends its encoded part of the mean to all. Codes are never added, so no sum overflows.
@@ -155,7 +155,7 @@ class EncodedWire(Wire):
         return [torch.empty(numel, dtype=dtype, device=self._channel.device) for _ in range(count)]
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the mean in float32, in new memory.
+        """Return the mean of a 1-D tensor over the ranks in float32, in new memory.
 
         A long tensor is sent in pieces: one is encoded while another is sent and a third one is decoded.
         """
@@ -174,12 +174,12 @@ class EncodedWire(Wire):
         return result
 
     def begin(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Encode, and start the reduce-scatter; the wait does the all-gather."""
+        """Start an encoded reduce-scatter; return a function to do the all-gather and return the mean."""
         scatter = self._start(flat)
         return lambda: scatter()()
 
     def _start(self, flat: torch.Tensor) -> _Scatter:
-        """Encode, and start the reduce-scatter; its wait adds, starts the all-gather and returns its wait."""
+        """Start an encoded reduce-scatter; return a function to start the all-gather and return its wait."""
         if not flat.numel():
             return lambda: lambda: flat
         size = self._channel.size
@@ -215,7 +215,7 @@ class EncodedWire(Wire):
 
 
 class Segment(NamedTuple):
-    """A slice of one tensor that is sent in one chunk."""
+    """Part of one tensor that is sent in one chunk: the tensor's index and the slice of its elements."""
 
     number: int
     where: slice
@@ -236,7 +236,7 @@ def exchange(
     pack: Callable[[Segment, torch.Tensor], object],
     unpack: Callable[[Segment, torch.Tensor], object],
 ) -> None:
-    """Average the values that `pack` makes of tensors; pass the means to `unpack`. For jobs of a channel.
+    """Average over the ranks what `pack` makes of tensors; pass the means to `unpack`. For a channel's jobs.
 
     Sizes and dtypes of the tensors are the same on all ranks; 16-bit floats are sent as float32. `pack` gets
     a segment and a 1-D tensor to fill, `unpack` the segment and its mean.
@@ -283,7 +283,7 @@ def average_(wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _chunks(numels: Sequence[tuple[int, int]]) -> Iterator[list[tuple[Segment, slice]]]:
-    """Cut tensors into chunks, large tensors into several; yield segments with their slices in each."""
+    """Cut tensors into chunks of limited size; yield a chunk's segments with their slices in it."""
     segments: list[tuple[Segment, slice]] = []
     filled = 0
     for index, numel in numels:

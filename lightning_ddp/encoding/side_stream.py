@@ -60,7 +60,7 @@ class Channel:
     # ------------------------------------------------------------------ jobs
 
     def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        """Wait for the result of `submit` in the calling thread; raise the error of the job."""
+        """Wait for the future that `submit` returned, and return its value; raise the error of the job."""
         since = time.monotonic()
         self.group.wait_done(future)
         result = future.wait()
@@ -135,7 +135,7 @@ class Channel:
             self._fail(future, wrapped)
 
     def _anchored(self, result: torch.Tensor | None) -> torch.Tensor:
-        """Return the value of a job's future, on the channel's device, for which the future then waits."""
+        """Return a job's result on the channel's device, for which its future waits; empty for None."""
         if result is None:
             return torch.empty(0, device=self.device)
         if result.device.type != self.device.type:
@@ -152,13 +152,13 @@ class Channel:
     # ------------------------------------------------------------------ collectives, for jobs
 
     def empties(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return 1-D tensors that are all-reduced with the fewest copies, for one job until its end."""
+        """Return `count` 1-D tensors that are all-reduced with the fewest copies, for the present job."""
         staging = self._staging()
         lent = staging.lend(count, numel, dtype) if staging is not None else None
         return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Wait:
-        """Start to reduce a contiguous tensor in place (default: sum); return its wait."""
+        """Start to reduce a contiguous tensor in place (default: sum); return a function that awaits it."""
         staging = self._staging() if op is None else None
         if staging is None:
             work = self.group.all_reduce(tensor, op)
@@ -172,14 +172,14 @@ class Channel:
         return self.start_all_reduce(tensor, op)()
 
     def start_all_to_all(self, rows: torch.Tensor) -> Wait:
-        """Start to send row r of a (size, k) tensor to rank r; return its wait for the rows of all ranks."""
+        """Start to send row r of a (size, k) tensor to rank r; return a function that awaits all rows."""
         received = torch.empty_like(rows)
         begin = partial(self.group.process_group.alltoall_base, received, rows, [], [])
         work = self.group.start("all_to_all", (rows,), begin)
         return self._started(work, received, (self.size - 1) / self.size, rows)
 
     def _started(self, work: Any, result: torch.Tensor, factor: float, sent: torch.Tensor) -> Wait:
-        """Count the bytes of a collective, `factor` times those of a tensor; return its wait."""
+        """Count a collective's bytes, `factor` times those of a tensor; return a function that awaits it."""
         self.num_bytes_sent += round(factor * sent.numel() * sent.element_size())
 
         def finish() -> torch.Tensor:
@@ -202,7 +202,7 @@ class Channel:
         return self.start_all_gather(tensor)()
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """Return the value of a one-element tensor; the wait for the device raises failures of ranks."""
+        """Return the number in a one-element tensor; the wait for the device raises failures of ranks."""
         if self._stream is None:
             return tensor.item()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

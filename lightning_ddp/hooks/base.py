@@ -21,12 +21,12 @@ STATE_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class HookOptions:
-    """Options of a hook. Each hook has its own subclass, whose `__post_init__` checks the values."""
+    """Base class of the options of a hook. Each subclass checks its values in `__post_init__`."""
 
 
 @dataclass(kw_only=True)
 class Part:
-    """The gradients of one bucket while a hook reduces them."""
+    """One bucket while a hook reduces it: flat gradient, names and shapes of its parameters, loss scale."""
 
     buffer: torch.Tensor
     """Flat gradient of the bucket (1-D), which receives the result."""
@@ -91,7 +91,7 @@ class Hook:
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Queue the reduction of a full bucket; `state` is not used."""
+        """Queue the reduction of a full bucket and return its future; `state` is not used."""
         parameters = bucket.parameters()
         part = Part(
             buffer=bucket.buffer(),
@@ -191,20 +191,20 @@ class StatefulHook(Hook):
         raise NotImplementedError
 
     def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return `payload`, values received from the ranks; note if one of them is not finite."""
+        """Return `payload`, received values; record if one is not finite, so that the step is dropped."""
         self._is_bucket_spoiled |= ~_is_finite(payload)
         return payload
 
     # ------------------------------------------------------------------ memory
 
     def recall(self, name: str, key: str, numel: int | None = None) -> torch.Tensor | None:
-        """Return the value that the last finished step kept; None if there is no value of this size."""
+        """Return the stored state `key` of parameter `name`; None if there is none of size `numel`."""
         value = self._state.get(name, {}).get(key)
         fits = value is not None and numel in (None, value.numel())
         return value if fits else None
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state that all ranks share; none on a device, where a job may be changing it."""
+        """Return state that is equal on all ranks, by name; {} on a device, where a job may change it."""
         if self.is_deferred:
             return {}
         return {
@@ -215,11 +215,11 @@ class StatefulHook(Hook):
         }
 
     def remember(self, name: str, key: str, value: torch.Tensor) -> None:
-        """Keep `value` for later steps, once this step has finished."""
+        """Store `value` as the state `key` of parameter `name`, once this step has finished."""
         self._pending.setdefault(name, {})[key] = value
 
     def add_errors(self, part: Part) -> None:
-        """Add the residuals of earlier steps to the gradients."""
+        """Add the residuals of earlier steps, that is what was not sent, to the gradients of a bucket."""
         slices = part.present_slices(part.flat)
         pairs = [(piece, self.recall(name, "error", piece.numel())) for name, piece in slices]
         found = [(piece, error) for piece, error in pairs if error is not None]
@@ -227,7 +227,7 @@ class StatefulHook(Hook):
             foreach_add_([piece for piece, _ in found], [error for _, error in found])
 
     def remember_slices(self, part: Part, key: str, flat: torch.Tensor) -> None:
-        """Split a flat tensor, such as the residual, by parameter; remember the slices with a gradient."""
+        """Store a flat tensor, such as the residual, by parameter, for those with a gradient on some rank."""
         for name, piece in part.present_slices(flat):
             self.remember(name, key, piece)
 
@@ -273,7 +273,7 @@ class StatefulHook(Hook):
             tensor.masked_fill_(self._is_bucket_spoiled, value)
 
     def _agree(self, part: Part) -> None:
-        """Exchange which parameters have a gradient on some rank, and whether all gradients are finite."""
+        """Exchange with all ranks which parameters have a gradient, and whether all gradients are finite."""
         has_gradient = [position not in part.absent for position in range(len(part.names))]
         flags = uploaded(torch.tensor([False, *has_gradient], dtype=torch.uint8), part.flat.device)
         flags[0] = ~_is_finite(part.flat)
@@ -286,12 +286,12 @@ class StatefulHook(Hook):
         part.present = tuple(map(bool, flags[1:].tolist() if part.absent else has_gradient))
 
     def _settle(self) -> None:
-        """End a step that has not ended yet, in a job of the channel."""
+        """Commit or drop the values of a step that has not ended yet; runs as a job of the channel."""
         if self._previous_index >= 0:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Commit the remembered values of the step, or drop them if a value was not finite."""
+        """End a step: make the values that it stored the hook's state, or drop them if one is not finite."""
         flags = self._are_spoiled
         if not (flags and self.channel.read(torch.stack(flags).any())):
             self.commit(self._pending)
@@ -302,7 +302,7 @@ class StatefulHook(Hook):
         self._pending, self._are_spoiled, self._previous_index = {}, [], -1
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Store the values that a step without NaN or infinity remembered; earlier marks stay valid."""
+        """Make values stored in a finite step the hook's state; states that `mark` returned stay valid."""
         changed = {name: {**self._state.get(name, {}), **values} for name, values in pending.items()}
         self._state = {**self._state, **changed}
 
@@ -317,17 +317,17 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ undo
 
     def mark(self) -> Any:
-        """Return the state for `restore`; not a copy, because steps replace tensors and never modify them."""
+        """Return the state, for `restore`; not a copy, as steps replace tensors and never modify them."""
         self._wait_until_settled()
         return self.step, self._state
 
     def restore(self, mark: Any) -> None:
-        """Return to the state of `mark`; call it only while no bucket is being reduced."""
+        """Return to a state from `mark`; call it only while no bucket is being reduced."""
         self.step, self._state = mark
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Commit an interrupted step that another rank has committed, with its part of `state_dict`."""
+        """Complete an interrupted step that another rank completed, with that rank's part of `state_dict`."""
         if self.step < shared["step"]:
             self.commit(self._pending)
         self._forget_step()
@@ -337,7 +337,7 @@ class StatefulHook(Hook):
     # ------------------------------------------------------------------ checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step and tensors by parameter name, copied to the CPU; call it between steps only."""
+        """Return the step and state tensors by parameter name, copied to the CPU; call it between steps."""
         self._wait_until_settled()
         tensors = _copied(self._state, torch.device("cpu"))
         return {**super().state_dict(), "step": self.step, "tensors": tensors}
@@ -401,11 +401,11 @@ class MomentumHook(StatefulHook):
         return self.compress(part, velocity)
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Compress and average `part.flat`, residuals included; may change the velocity."""
+        """Return the mean of `part.flat`, residuals included, sent compressed; may change the velocity."""
         raise NotImplementedError
 
     def _add_momentum(self, part: Part) -> torch.Tensor:
-        """Apply momentum to the flat gradient; remember and return the velocity."""
+        """Replace the flat gradient by its velocity (or Nesterov's sum); store and return the velocity."""
         momentum, velocity = self.options.momentum, part.flat.clone()
         for name, piece in part.present_slices(velocity):
             before = self.recall(name, "velocity", piece.numel())

@@ -166,7 +166,7 @@ def build_hook(
 
 
 def make_hook(plan: HookPlan, channel: Channel) -> Hook:
-    """Build the hook of a plan on an existing channel; an outer hook encodes what it sends."""
+    """Return the hook of a plan on an existing channel; an outer hook encodes what the inner one sends."""
     (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
     wire = Wire(channel)
     if _HOOKS[encoder].encodes:

@@ -70,7 +70,7 @@ class PowerSGD(StatefulHook):
     shared_keys = frozenset({"q"})
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """Average the bucket: low-rank for large matrices, exact for all other parameters."""
+        """Average a bucket, and return the mean: low-rank for large matrices, exact for other parameters."""
         if self.step < self.options.start_step:
             return self.check_finite(self.wire.mean(part.flat))
         if self.options.error_feedback:
@@ -102,13 +102,13 @@ class PowerSGD(StatefulHook):
         return result
 
     def _begin_errors(self, part: Part) -> None:
-        """Remember no residuals, as this step has added them; it may end early, before new ones are kept."""
+        """Clear the stored residuals, as this step has added them; it may end before new ones are kept."""
         for name, _ in part.present_slices(part.flat):
             if self.recall(name, "error") is not None:
                 self.remember(name, "error", part.flat.new_empty(0))
 
     def _remember_residuals(self, part: Part, residual: torch.Tensor, compressed: frozenset[str]) -> None:
-        """Keep the residuals of compressed parameters; zero for parameters sent in full."""
+        """Store the residuals of compressed parameters; zero for parameters sent in full."""
         for name, piece in part.present_slices(residual):
             if name in compressed:
                 self.remember(name, "error", piece)
@@ -133,7 +133,7 @@ class PowerSGD(StatefulHook):
         return _Matrix(name=name, value=value, out=out.view(n, m), q=self._factor(name, n, m, part))
 
     def _square(self, part: Part) -> _Matrix | None:
-        """Copy the whole bucket to one square matrix, padded with zeros; None if that does not pay."""
+        """Return the whole bucket as one square matrix, padded with zeros; None if that does not pay."""
         side = math.isqrt(part.flat.numel() - 1) + 1
         if not self._is_worth_it(side, side) or not all(part.present):
             return None  # an unused parameter must not get a share of the others
@@ -172,7 +172,7 @@ class PowerSGD(StatefulHook):
             matrix.q = q
 
     def _mean(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the means over the ranks, from one collective."""
+        """Return the means of the tensors over the ranks, from one collective."""
         if not tensors:
             return []
         flat = self.check_finite(self.wire.mean(torch.cat([t.reshape(-1) for t in tensors])))
@@ -180,7 +180,7 @@ class PowerSGD(StatefulHook):
         return [p.view(t.shape).to(t.dtype) for p, t in zip(pieces, tensors, strict=True)]
 
     def commit(self, pending: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Commit the step as every hook does, and discard factors of a former bucket layout."""
+        """Store the state of a finished step, and discard low-rank factors of a former bucket layout."""
         if any(name.startswith(_LAYOUT_PREFIX) for name in pending):
             is_kept = {name: not name.startswith(_LAYOUT_PREFIX) or name in pending for name in self._state}
             self._state = {name: values for name, values in self._state.items() if is_kept[name]}
@@ -188,7 +188,7 @@ class PowerSGD(StatefulHook):
 
 
 def orthonormalise(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Orthonormalize the columns of matrices (n x r, n >= r), keeping their span.
+    """Return matrices with orthonormal columns that span those of the given ones (n x r, n >= r).
 
     Householder reflections replace dependent columns by new directions instead of noise, so that a factor
     that lost rank regains it. Matrices of one shape are factored together.

@@ -47,7 +47,7 @@ class SparseHook(MomentumHook):
     options: SparseOptions
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Average the elements that each rank sends; zero elsewhere."""
+        """Send the chosen elements of each parameter; return the mean over the ranks, zero elsewhere."""
         chosen = []
         start = 0
         ratio = self.options.ratio_at(self.step)
@@ -69,7 +69,7 @@ class SparseHook(MomentumHook):
         return self.exchange(part, indices, sent)
 
     def choose(self, name: str, piece: torch.Tensor, count: int) -> torch.Tensor:
-        """Choose `count` different positions in one parameter's gradient (1-D)."""
+        """Return `count` different positions, to be sent, in one parameter's gradient (1-D)."""
         raise NotImplementedError
 
     def exchange(self, part: Part, indices: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class TopKOptions(SparseOptions):
         require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: expected 0 or more")
 
     def ratio_at(self, step: int) -> float:
-        """Return the ratio of a step, counted from `start_step`.
+        """Return the share of elements to send in a step, counted from `start_step`.
 
         >>> [TopKOptions(ratio=0.01, warmup_steps=8).ratio_at(step) for step in (0, 2, 4, 6, 8)]
         [0.25, 0.0625, 0.015625, 0.01, 0.01]

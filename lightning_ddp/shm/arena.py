@@ -30,7 +30,7 @@ _NS_PER_S = 1_000_000_000
 
 
 class Arena:
-    """Mapped memory of a memory file, zero at first; unmapped with the last tensor in it."""
+    """Shared memory mapped from a memory file, zero at first; unmapped with the last tensor in it."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -48,14 +48,14 @@ class Arena:
         return memoryview(self._buffer).cast("B")[offset : offset + 8 * count].cast("q")
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the offset of a contiguous tensor in bytes; None if it lies elsewhere."""
+        """Return the byte offset of a contiguous tensor in this memory; None if it lies elsewhere."""
         offset = tensor.data_ptr() - self.address
         is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= self.nbytes
         return offset if is_inside else None
 
 
 class OwnArena(Arena):
-    """An arena of this rank, which peers can open until `close_descriptor`.
+    """Shared memory that this rank has created, which peers can map until `close_descriptor`.
 
     Raises:
         OSError: shared memory is not available, or not enough of it.
@@ -76,18 +76,18 @@ class OwnArena(Arena):
 
     @property
     def ticket(self) -> tuple[int, int, bytes]:
-        """Ticket with which a peer opens the arena, besides this process's id."""
+        """What a peer needs to map this memory, besides the process's id: descriptor, size and token."""
         return self._descriptor, self.nbytes, self._token
 
     def close_descriptor(self) -> None:
-        """Prevent further opening of the arena; peers that have opened it keep it."""
+        """Prevent peers from mapping this memory from now on; existing mappings stay."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def open_arena(pid: int, ticket: tuple[int, int, bytes]) -> Arena:
-    """Map the arena of a process of this host, by its `OwnArena.ticket`.
+    """Map shared memory that a process of this host has created, by its id and `OwnArena.ticket`.
 
     Raises:
         OSError: the arena cannot be opened, because of permissions or because the process is in another
@@ -108,7 +108,7 @@ def open_arena(pid: int, ticket: tuple[int, int, bytes]) -> Arena:
 
 
 def _map(descriptor: int, nbytes: int) -> Any:
-    """Return a byte array that keeps its memory mapped; `mmap` would keep a descriptor open, too."""
+    """Map a descriptor's memory and return it as a byte array; `mmap` would keep a descriptor open, too."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -124,7 +124,7 @@ def _map(descriptor: int, nbytes: int) -> Any:
 
 
 def birth_of(pid: int) -> str | None:
-    """Return the start time of a living process, which tells it from a later one with its id; else None."""
+    """Return a living process's start time, to tell it from a later one with its id; None if it has ended."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[_START_TIME] if state not in "ZX" else None
@@ -139,7 +139,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _load() -> tuple[Any, Any]:
-    """Load the C library, with calls that keep and that release the GIL; None if functions lack."""
+    """Return the C library twice, with calls that keep and that release the GIL; (None, None) if unfit."""
     keeping, releasing = ctypes.PyDLL(None), ctypes.CDLL(None)
     if sys.platform != "linux" or not all(hasattr(keeping, name) for name in _SEMAPHORE_FUNCTIONS):
         return None, None

@@ -29,7 +29,7 @@ def check_transport(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Hosts, processes and processors of the ranks of a group."""
+    """Which ranks of a group are on which host, with each rank's process id and usable processors."""
 
     rank: int
     by_host: tuple[tuple[int, ...], ...]
@@ -61,7 +61,7 @@ class Hosts:
 
 
 def find_hosts(group: Group, device: torch.device, host: str | None = None) -> Hosts | None:
-    """Find out which ranks share hosts, and so can use shared memory.
+    """Return which ranks share a host, and so can use shared memory; None if it is not to be used.
 
     Ranks are on one host if they share the kernel, and the process and network namespaces: a container, or a
     network namespace that stands for a node in a test, is a separate host. `host` overrides the name of this
@@ -99,10 +99,10 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 
 
 def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
-    """Handle a reason, the same on all ranks, for which shared memory cannot be used.
+    """Raise an error, log a warning or do nothing, as shared memory cannot be used for a `reason`.
 
-    That is an error if the transport is 'shared_memory'; if it was expected to work (`is_fault`), rank 0 logs
-    a warning.
+    The reason is the same on all ranks. It is an error if the transport is 'shared_memory'; if that was
+    expected to work (`is_fault`), rank 0 logs a warning.
     """
     if group.transport == "shared_memory":
         raise ConfigurationError(

@@ -51,7 +51,7 @@ _Chunks = Sequence[tuple[torch.Tensor, ...]]
 
 
 class Request(NamedTuple):
-    """Tensor that a rank adds in an all-reduce, as the other ranks read it from its control arena."""
+    """Location and size of the tensor that a rank adds in an all-reduce, which the others read."""
 
     arena: int
     """Number of the arena of the tensor; `_NOTHING` if the rank adds none."""
@@ -66,7 +66,7 @@ class Request(NamedTuple):
 
 
 class SharedMemory:
-    """All-reduces of the ranks of a group, one after the other.
+    """All-reduce through memory that the ranks of a host share, and between hosts by the process group.
 
     Make tensors with `zeros`, then `connect`, then `all_reduce` them. All ranks must make the same calls in
     the same order, each from one thread at a time.
@@ -131,7 +131,7 @@ class SharedMemory:
         return offers is not None
 
     def _tell(self, tickets: list[_Ticket]) -> list[list[_Ticket]] | None:
-        """Exchange the tickets of all ranks; return None, after a warning, if a rank has an obstacle."""
+        """Exchange and return the tickets of all ranks' memory; warn and return None if a rank fails."""
         answers = all_gather_objects(self._group, (self._obstacle, tickets), _CPU)
         for rank, (obstacle, _) in enumerate(answers):
             if obstacle is not None:
@@ -162,7 +162,7 @@ class SharedMemory:
         self._waits = [(_semaphore(controls[self._me], i), i) for i in others]
 
     def close(self) -> None:
-        """End the waits of this rank's threads, and those of other ranks for this one: they raise.
+        """Make waits in this shared memory raise: of this rank's threads, and of other ranks for this one.
 
         For use once connected. Thread-safe; does not communicate. In a fork it has no effect.
         """
@@ -171,7 +171,7 @@ class SharedMemory:
     # ------------------------------------------------------------------ all-reduce
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the arena number and the offset of a contiguous tensor; None if in no arena."""
+        """Return the index of the shared memory block with a tensor, and the offset there, or None."""
         for number, arena in enumerate(self._own):
             offset = arena.offset_of(tensor)
             if number and offset is not None:
@@ -225,7 +225,7 @@ class SharedMemory:
             self._on_slice = None
 
     def _sum_over_hosts(self, requests: Sequence[Request]) -> None:
-        """Sum the hosts' sums, which are in the first contributing rank's tensor; copy the total."""
+        """Sum the hosts' sums, in the first contributing rank's tensor, and copy the total to this rank's."""
         views = self._views(requests)
         contributions = [view for view in views if view is not None]
         if self._leaders is not None:
@@ -239,7 +239,7 @@ class SharedMemory:
         self._meet()
 
     def _views(self, requests: Sequence[Request]) -> list[torch.Tensor | None]:
-        """Return the tensors of the ranks of this host; None for a rank that adds nothing."""
+        """Return views of the tensors of this host's ranks; None for a rank that adds nothing."""
         return [
             None if r.arena == _NOTHING else arenas[r.arena].view(r.dtype, r.offset, r.numel)
             for arenas, r in zip(self._arenas, requests, strict=True)
@@ -256,7 +256,7 @@ class SharedMemory:
         add(plan, self.is_one_host)
 
     def _plan(self, requests: Sequence[Request]) -> _Chunks:
-        """Return this rank's share of the elements, in chunks."""
+        """Return this rank's share of the elements to add: chunks, each a view of every rank's tensor."""
         numel = requests[0].numel
         share = -(-numel // (len(requests) * _SHARE_ALIGNMENT)) * _SHARE_ALIGNMENT
         mine = slice(min(self._me * share, numel), min((self._me + 1) * share, numel))
@@ -278,7 +278,7 @@ class SharedMemory:
     # ------------------------------------------------------------------ waits
 
     def _meet(self) -> None:
-        """Wait until all ranks of the host have called this; their earlier writes are visible then."""
+        """Wait until all ranks of the host have called this barrier; their earlier writes are visible."""
         for semaphore in self._posts:
             semaphore.post()
         for semaphore, index in self._waits:
@@ -324,20 +324,20 @@ class SharedMemory:
                     activity.absent = ()
 
     def _is_gone(self, index: int) -> bool:
-        """Return True if a rank's process has ended, or the rank has let go of its memory."""
+        """Return True if a neighbor's process has ended, or it has closed its shared memory."""
         birth = self._births[index]
         has_ended = birth is None or birth_of(self._hosts.pids[self._ranks[index]]) != birth
         return has_ended or bool(self._are_closed[index][0])
 
     def _absent(self, index: int) -> tuple[int, ...]:
-        """Return the global ranks that have not begun this call; that of `index` if all have."""
+        """Return the global ranks that have not begun this all-reduce; that of `index` if all have."""
         behind = [other for _, other in self._waits if self._requests[other][0] < self._number] or [index]
         ranks = self._group.lane.ranks if self._group.lane is not None else range(self._group.size)
         return tuple(ranks[self._ranks[other]] for other in behind)
 
 
 def _semaphore(control: Arena, index: int) -> Semaphore:
-    """Return the semaphore in a rank's control arena that its neighbor `index` posts."""
+    """Return the semaphore, in a rank's shared memory for control, that its neighbor `index` posts."""
     return Semaphore(control.address + _SEMAPHORES + index * Semaphore.NBYTES)
 
 
@@ -357,7 +357,7 @@ def _add_in_place(chunks: _Chunks, gives_all: bool) -> None:
 
 
 def _add_in_float32(chunks: _Chunks, gives_all: bool) -> None:
-    """Add 16-bit floats in float32, with one rounding at the end."""
+    """Sum the ranks' 16-bit floats in float32, with one rounding at the end."""
     total = torch.empty(chunks[0][0].numel())
     for first, *others in chunks:
         part = total[: first.numel()]
@@ -369,7 +369,7 @@ def _add_in_float32(chunks: _Chunks, gives_all: bool) -> None:
 
 
 class Staging:
-    """Shared memory of a few MiB through which any tensors are reduced, piece by piece.
+    """Staging buffer of a few MiB in shared memory, through which any tensors are reduced in pieces.
 
     Callers may also borrow a part of it for their own tensors.
     """
@@ -419,13 +419,13 @@ def open_staging(group: Group, device: torch.device) -> Staging | None:
 
 
 def _check_not_ending() -> None:
-    """Raise, in the waits of jobs, once the interpreter exits and no result is needed."""
+    """Raise if the interpreter is exiting, to end waits of jobs whose result nobody needs then."""
     if Worker.is_ending.is_set():
         raise RuntimeError("the interpreter is exiting")
 
 
 class Work:
-    """A job of a `Worker`, with the methods of torch's works that waits of groups use."""
+    """A job of a `Worker`, with the methods of torch's `Work` that waits use."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job: Callable[[], None] | None = job
@@ -450,7 +450,7 @@ class Work:
         return True
 
     def run(self) -> None:
-        """Run the job; called once."""
+        """Run the job and store its error, if any; called once."""
         self.begun_ns = time.perf_counter_ns()
         job, self._job = self._job, None  # a kept work must not keep its tensors alive
         try:
@@ -463,10 +463,10 @@ class Work:
 
 
 class Deferred(Work):
-    """A job that the waiting thread runs itself."""
+    """Work whose job runs in the thread that waits for it."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Run the job, without a timeout; raise its error."""
+        """Run the job in the calling thread, without a timeout; raise its error."""
         if not self.is_completed():
             self.run()
         return super().wait(timeout)
@@ -490,7 +490,7 @@ class Worker:
         self.workers.add(self)
 
     def submit(self, job: Callable[[], None]) -> Work:
-        """Queue a job and return its work."""
+        """Queue a job for the thread; return a `Work` to wait for it."""
         work = Work(job)
         with self._lock:
             self._jobs.put(work)
@@ -515,7 +515,7 @@ class Worker:
                     return
 
     def end(self) -> None:
-        """Stop the thread after its queued jobs; wait a moment for that."""
+        """Stop the thread after its queued jobs; wait for that for at most a second."""
         with self._lock:
             thread = self._thread
         if thread is not None:

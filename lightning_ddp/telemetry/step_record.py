@@ -63,7 +63,7 @@ class StepRecord:
     """Reduced buckets, in launch order."""
 
     def moments(self) -> list[tuple[StepRecord | BucketRecord, str]]:
-        """Return the owner and the attribute of each moment that has a record, also of the buckets."""
+        """Return (object, attribute name) for each recorded time of the step and of its buckets."""
         places: list[tuple[StepRecord | BucketRecord, str]] = [(self, name) for name in _MOMENTS]
         places += [(bucket, name) for bucket in self.buckets for name in _BUCKET_MOMENTS]
         return [(owner, name) for owner, name in places if getattr(owner, name) is not None]
@@ -132,7 +132,7 @@ class StepRecorder:
         self._first = 0  # number of the step that the engine counts as 0
 
     def start(self, num_steps: int) -> None:
-        """Keep the records of the last `num_steps` steps, and drop earlier records.
+        """Start recording; keep the last `num_steps` steps, and drop earlier records.
 
         Raises:
             ConfigurationError: The number is less than 1.
@@ -144,29 +144,29 @@ class StepRecorder:
         self._events = _Events(self._device) if self._device.type == "cuda" else None
 
     def stop(self) -> None:
-        """Keep no further records; the existing records stay."""
+        """Stop recording steps; the existing records stay."""
         self._is_on, self._open = False, None
 
     def _now(self) -> Any:
         return time.perf_counter_ns() if self._events is None else _record_event(self._device)
 
     def start_forward(self) -> None:
-        """Record the begin of a forward with a synchronized backward."""
+        """Record the start time of a forward whose backward is synchronized."""
         if self._is_on:
             self._forward = (self._now(), None)
             self._host_start_ns, self._num_broadcasts = time.perf_counter_ns(), 0
 
     def sent_buffers(self) -> None:
-        """Record a broadcast of buffers."""
+        """Count a broadcast of buffers in the current forward."""
         self._num_broadcasts += 1
 
     def end_forward(self) -> None:
-        """Record the end of the forward."""
+        """Record the end time of the forward."""
         if self._is_on:
             self._forward = (self._forward[0], self._now())
 
     def start_backward(self, step: int) -> None:
-        """Record the first gradient of synchronized backward `step`."""
+        """Record the time of the first gradient of synchronized backward `step`."""
         self._in_flight.clear()
         self._buckets.clear()
         self._open = None
@@ -177,14 +177,14 @@ class StepRecorder:
         self._forward = (None, None)
 
     def ready(self, index: int, flat: torch.Tensor) -> None:
-        """Record that bucket `index`, with the flat gradient `flat`, is full."""
+        """Record the time at which bucket `index`, with the flat gradient `flat`, is full."""
         if self._open is not None:
             num_bytes = flat.numel() * flat.element_size()
             self._buckets[index] = BucketRecord(index, num_bytes, ready=self._now())
             self._look_for_done()
 
     def launched(self, index: int, work: Any) -> None:
-        """Record the start of the reduction of bucket `index`; `work` is its work, future or None."""
+        """Record the time at which bucket `index` starts to be reduced, by `work`, a work, future or None."""
         bucket = self._buckets.get(index)
         if bucket is None:
             return
@@ -198,13 +198,13 @@ class StepRecorder:
             self._in_flight[index] = work
 
     def end_backward(self) -> None:
-        """Record that all gradients are computed."""
+        """Record the time at which all gradients are computed."""
         if self._open is not None:
             self._open.backward_end = self._now()
             self._look_for_done()
 
     def done(self, index: int) -> None:
-        """Record the end of the wait for bucket `index`."""
+        """Record the time at which the wait for bucket `index` ends."""
         bucket, work = self._buckets.get(index), self._in_flight.pop(index, None)
         if bucket is not None and bucket.done is None:
             bucket.done, bucket.begun = self._now(), getattr(work, "begun_ns", None)
@@ -228,13 +228,13 @@ class StepRecorder:
         self._num_added += len(finished)
 
     def _look_for_done(self) -> None:
-        """Record works that have ended meanwhile; on CUDA events are used, which are more exact."""
+        """Record the end of reductions that are done by now; not on CUDA, whose events are more exact."""
         for index, work in list(self._in_flight.items()) if self._events is None else ():
             if work.done() if hasattr(work, "done") else work.is_completed():
                 self.done(index)
 
     def begin_again(self, first: int) -> None:
-        """Map the engine's next step 0 to number `first`; drop the records of steps from `first` on."""
+        """Give the engine's next step 0 the number `first`; drop the records of steps from `first` on."""
         self._first, self._open = first, None
         while self.records and self.records[-1].step >= first:
             self.records.pop()
@@ -251,7 +251,7 @@ class StepRecorder:
 
 
 class _Events:
-    """Moments of a CUDA device: events, converted to approximate nanoseconds of the host's clock."""
+    """Times on a CUDA device: events, converted to approximate nanoseconds of the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -261,13 +261,13 @@ class _Events:
         self._anchor_ns = time.perf_counter_ns()
 
     def record_after(self, work: Any) -> torch.cuda.Event:
-        """Record an event at the end of a work, on a stream that nothing else waits for."""
+        """Return a CUDA event recorded at the end of a work, on a stream that nothing else waits for."""
         with torch.cuda.stream(self._side):
             work.wait()
             return _record_event(self._device)
 
     def resolve(self) -> list[StepRecord]:
-        """Return steps that the device has finished meanwhile, with times instead of events."""
+        """Return records of steps that the device has finished meanwhile, with times instead of events."""
         finished = []
         while self.unresolved:
             record = self.unresolved[0]

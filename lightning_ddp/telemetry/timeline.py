@@ -57,7 +57,7 @@ class Recording:
 
 
 def save(folder: Path, recording: Recording) -> Path:
-    """Write `folder/rank<r>.json`, and create the folder if it does not exist.
+    """Write a recording to `folder/rank<r>.json`, creating the folder if needed; return the path.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -118,7 +118,7 @@ Lateness = Mapping[int, Sequence[int | None]]
 
 
 def lateness(slacks: Mapping[int, Sequence[int | None]]) -> Lateness:
-    """Compare the slacks of all ranks, step by step; the result has their unit.
+    """Return how much later than the first rank each rank was in each step; in the unit of the slacks.
 
     >>> lateness({0: [50, 40], 1: [10, None]})
     {0: [0, 0], 1: [40, None]}
@@ -132,7 +132,7 @@ def lateness(slacks: Mapping[int, Sequence[int | None]]) -> Lateness:
 
 
 def median_late(late: Lateness) -> dict[int, float]:
-    """Return the median over the steps, by rank, without unknown ranks."""
+    """Return the median lateness of each rank over the steps, without ranks of unknown lateness."""
     known = {rank: [v for v in values if v is not None] for rank, values in late.items()}
     return {rank: statistics.median(values) for rank, values in known.items() if values}
 
@@ -165,7 +165,7 @@ class SlowRanks:
         self._streaks: dict[int, _Streak] = {}
 
     def add(self, late: Lateness, limit_us: float) -> list[SlowRank]:
-        """Add the steps after the last call; a rank is late in a step if it is by more than `limit_us`.
+        """Add new steps' lateness; return ranks late by more than `limit_us` for enough successive steps.
 
         Returns:
             Ranks that have been late for `num_steps` now, or for twice as many steps as when last returned.
@@ -199,7 +199,7 @@ class SlowRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """An interval of one rank on the time axis."""
+    """Interval in a rank's timeline: a forward, a backward, exposed communication or a bucket."""
 
     kind: str
     """'forward', 'backward', 'exposed' (the rank waits for buckets), 'bucket', or 'queued': a started bucket
@@ -221,7 +221,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """The spans of one rank."""
+    """Timeline of one rank: its intervals on the time axis of all ranks."""
 
     rank: int
     host: str
@@ -233,7 +233,7 @@ class Lane:
 
 
 def lanes_of(recordings: Sequence[Recording], *, num_steps: int) -> list[Lane]:
-    """Put the recordings on one time axis, which begins with the first shown moment.
+    """Return the ranks' timelines on one time axis, which begins with the first shown moment.
 
     Args:
         recordings: recordings of different ranks, at least one; steps are matched by their number.
@@ -269,7 +269,7 @@ def _shift(reference: Recording, other: Recording, common: Iterable[int]) -> int
 
 
 def _move(steps: Iterable[StepRecord], shift: int) -> None:
-    """Add `shift` nanoseconds to all moments."""
+    """Add `shift` nanoseconds to all recorded times of the steps, in place."""
     for step in steps:
         for owner, name in step.moments():
             setattr(owner, name, getattr(owner, name) + shift)

@@ -16,7 +16,7 @@ from lightning_ddp.errors import LightningDDPError
 
 
 class ToolError(LightningDDPError, RuntimeError):
-    """A tool could not do its task; the message is printed without a traceback."""
+    """Error of a tool that could not do its task; its message is printed without a traceback."""
 
 
 class _Handler:

@@ -31,14 +31,14 @@ positive_float = _number(float, 5e-324, "a number above 0")
 
 
 def existing_file(text: str) -> str:
-    """Parse the path of a file to read; refuse a missing file."""
+    """Return the absolute path of a file to read, for argparse; raise if there is no such file."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
     return str(Path(text).resolve())
 
 
 def output_path(text: str) -> Path:
-    """Parse the path of a file to write; refuse a missing folder early."""
+    """Return the path of a file to write, for argparse; raise early if its folder is missing."""
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
@@ -66,7 +66,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
 
 
 def add_shared(parser: Any, **defaults: Any) -> None:
-    """Declare shared options with the given defaults; a list as default accepts several values."""
+    """Add options that several tools share, with the given defaults; a list as default accepts several."""
     for name, default in defaults.items():
         names, options = _SHARED[name]
         if isinstance(default, list):
@@ -78,7 +78,7 @@ def add_shared(parser: Any, **defaults: Any) -> None:
 
 
 def add_choices(parser: Any, option: str, choices: Sequence[str], default: Sequence[str], what: str) -> None:
-    """Declare an option that accepts some of several names, listed in its help."""
+    """Add an option that accepts some of several names, listed in its help, to a parser."""
     shown = "all" if tuple(default) == tuple(choices) else " ".join(default)
     text = f"{what}; any of: {', '.join(choices)} (default: {shown})"
     parser.add_argument(
@@ -98,7 +98,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | float]]) -> str:
-    """Lay out rows under headers: numbers right-aligned, floats to three decimals; text left-aligned."""
+    """Return a table of rows under headers: numbers right-aligned, floats to three decimals; text left."""
     cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     numeric = [bool(rows) and not isinstance(rows[0][column], str) for column in range(len(headers))]
@@ -119,5 +119,5 @@ def installed_version(name: str) -> str | None:
 
 
 def progress_bar(total: int, label: str) -> tqdm[None]:
-    """Make a progress bar on standard error, silent if that is no terminal."""
+    """Return a progress bar on standard error, silent if that is no terminal."""
     return tqdm(total=total, desc=label, file=sys.stderr, disable=None, leave=False)

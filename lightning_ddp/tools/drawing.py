@@ -20,7 +20,7 @@ _ROOM: Final = 1.55  # of the longest bar, so that the text beside it fits
 
 
 def picture_path(text: str) -> Path:
-    """Parse the path of a picture to draw; refuse an unsupported format or a missing library early."""
+    """Return the path of a picture to write, for argparse; raise early for a bad format or no matplotlib."""
     path = output_path(text)
     if path.suffix.lower() not in SUFFIXES:
         raise argparse.ArgumentTypeError(f"expected {one_of(SUFFIXES)}, got {text!r}")
@@ -73,7 +73,7 @@ def draw_bars(axes: Any, rows: Mapping[str, Sequence[float]], texts: Mapping[str
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the quartiles, of which the second is the median; a single value is all three."""
+    """Return the first quartile, the median and the third quartile; a single value is all three."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     first, median, third = statistics.quantiles(values, method="inclusive")

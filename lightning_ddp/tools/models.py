@@ -27,7 +27,7 @@ class Workload(NamedTuple):
 
 
 def build_workload(name: str, *, rank: int) -> Workload:
-    """Build one model of `MODEL_NAMES`, and a batch whose seed is `rank`: the same values each time."""
+    """Return a model of `MODEL_NAMES`, and a batch whose seed is `rank`: the same values each time."""
     build_module, batch_shape = WORKLOADS[name]
     torch.manual_seed(0)
     module = build_module()
@@ -116,7 +116,7 @@ def constructor_flags(contender: str) -> dict[str, Any]:
 
 
 def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
-    """Wrap a module, which is on its device, for training over the default process group.
+    """Return a module, which is on its device, in the wrapper of a contender, on the default process group.
 
     Collective: all ranks must call it.
     """

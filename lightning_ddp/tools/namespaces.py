@@ -20,7 +20,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def ip(*arguments: str) -> None:
-    """Run the command `ip`.
+    """Run the command `ip` of iproute2 with these arguments.
 
     Raises:
         ToolError: it is not installed, or it failed.
@@ -35,7 +35,7 @@ def ip(*arguments: str) -> None:
 
 @contextmanager
 def shaped_link(mbit: float) -> Generator[list[str], None, None]:
-    """Make two namespaces, joined by a link of `mbit` Mbit/s each way; yield their names."""
+    """Create two network namespaces with a link of `mbit` Mbit/s each way in this context; yield names."""
     tag = uuid.uuid4().hex[:6]
     names, ends = ([f"{kind}{tag}{rank}" for rank in range(2)] for kind in ("lddp", "v"))
     burst = max(32_000, int(mbit * 1e6 / 8 / 250))  # bytes between two ticks of the shaper
@@ -60,7 +60,7 @@ def shaped_link(mbit: float) -> Generator[list[str], None, None]:
 
 
 def enter(name: str) -> None:
-    """Move the calling thread, and threads that it starts later, to a namespace."""
+    """Move the calling thread, and threads that it starts later, to a network namespace."""
     with open(f"/var/run/netns/{name}", encoding="ascii") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise ToolError(f"setns failed: {os.strerror(ctypes.get_errno())}")

@@ -52,7 +52,7 @@ class StepProfile:
 
     @classmethod
     def from_recordings(cls, recordings: Sequence[Recording]) -> StepProfile:
-        """Compute the median step of the recordings of some ranks of one run.
+        """Return the median step of the recordings of some ranks of one run.
 
         A collective begins once the slowest rank has called it, so the latest time of all ranks counts. Steps
         with other buckets than the last one, and steps that some ranks lack, are left out.
@@ -85,7 +85,7 @@ class StepProfile:
         return replace(self, backward_start_s=start, ready=ready, backward_end_s=end, rest_s=rest)
 
     def rebucketed(self, caps_bytes: Sequence[int]) -> StepProfile:
-        """Return this step with buckets as large as their caps, of which the last holds for all that follow.
+        """Return this step with buckets of the given sizes in bytes; the last holds for all that follow.
 
         Gradients are assumed to arrive evenly between the known moments.
         """
@@ -99,7 +99,7 @@ class StepProfile:
 
 
 def _moments_of(recording: Recording) -> dict[int, list[float]]:
-    """Return the moments of each complete step that another one follows, by its number, in seconds.
+    """Return the times in each complete step that another one follows, by step number, in seconds.
 
     Since its forward: begin and end of backward; then from the last bucket to the next forward; each `ready`.
     """
@@ -128,7 +128,7 @@ def _interpolate(known: Sequence[tuple[int, float]], reached: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
-    """Duration of a message as a line over its bytes (Hockney, Parallel Computing 20, 1994)."""
+    """Model of a message's duration: latency plus time per byte (Hockney, Parallel Computing 20, 1994)."""
 
     latency_s: float
     """Duration of a message without bytes, in seconds."""
@@ -136,7 +136,7 @@ class TransferCost:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float]]) -> TransferCost:
-        """Fit the line with the least sum of squared relative errors and without negative coefficients.
+        """Return the model with the least sum of squared relative errors and no negative coefficients.
 
         Relative errors, as the bytes and seconds of the samples span several magnitudes.
 
@@ -173,7 +173,7 @@ class HookCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Full-duplex link between neighboring ranks; all links are equal."""
+    """Model of a full-duplex link between neighboring ranks; all links are equal."""
 
     hop: TransferCost
     """Cost of a message between neighbors."""
@@ -189,7 +189,7 @@ class Link:
     compete, as on a GPU with its own network card."""
 
     def costs(self, num_bytes: float, num_ranks: int, hook: HookCost | None) -> tuple[float, float, float]:
-        """Return the seconds of a bucket before its bytes are on the link, on the link, and of the CPU."""
+        """Return a bucket's seconds of encoding and latency, its seconds on the link, and its CPU seconds."""
         others = num_ranks - 1
         num_hops, sent, codec_s = 2.0 * others, 2 * others / num_ranks * num_bytes, 0.0
         if hook is not None and others:
@@ -206,7 +206,7 @@ class Link:
 def schedule(
     ready: Sequence[tuple[float, float]], link: Link, num_ranks: int, hook: HookCost | None = None
 ) -> tuple[list[float], float]:
-    """Put the collectives of equal ranks on their links, in the given order.
+    """Simulate the collectives of equal ranks on their links, in the given order; return their ends.
 
     `ready` has the bytes of each collective, and the second from which it may begin. A hook has one thread,
     which handles one bucket after the other.
@@ -229,7 +229,7 @@ def schedule(
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted step with a given number of ranks; for averagers, the mean over a period."""
+    """Predicted step time and efficiency with N ranks; for averagers, the mean over a period."""
 
     num_ranks: int
     step_s: float
@@ -238,7 +238,7 @@ class Prediction:
 
 
 def predict(profile: StepProfile, link: Link, num_ranks: int, hook: HookCost | None = None) -> Prediction:
-    """Predict the step in which the reducer, or a hook, averages the gradients."""
+    """Return the predicted step time if the reducer, or a hook, averages the gradients."""
     done_s, cpu_s = schedule(profile.ready, link, num_ranks, hook)
     end_s = max(profile.backward_end_s, done_s[-1], (profile.backward_end_s + cpu_s) / link.cores)
     step_s = end_s + profile.rest_s
@@ -246,7 +246,7 @@ def predict(profile: StepProfile, link: Link, num_ranks: int, hook: HookCost | N
 
 
 def predict_averager(profile: StepProfile, plan: AveragerPlan, link: Link, num_ranks: int) -> Prediction:
-    """Predict the mean step of the local phase of an averager.
+    """Return the predicted mean step time in the local phase of an averager.
 
     Parameters are assumed to have as many bytes as gradients. The averager's own arithmetic, buffers and
     averaged optimizer state are not included.

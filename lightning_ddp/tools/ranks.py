@@ -111,7 +111,7 @@ class _Meeting(NamedTuple):
 
 
 def host_store(timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this host's loopback."""
+    """Return a new TCP store on a free port of this host's loopback."""
     limit = timedelta(seconds=timeout_s)
     return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
 

@@ -108,7 +108,7 @@ class Timeline:
 
 
 def draw_lanes(lanes: Sequence[Lane], path: Path) -> None:
-    """Draw the spans of all ranks, from the top down, with a row of computation and rows of buckets each."""
+    """Draw the timelines of all ranks and save the picture: rows of computation and of buckets for each."""
     steps = [span.step for lane in lanes for span in lane.spans]
     if not steps:
         raise ToolError("the ranks have no step in common")
@@ -141,7 +141,7 @@ def _draw_lanes(lanes: Sequence[Lane], axes: Any) -> None:
 
 
 class RecordSettings(NamedTuple):
-    """Settings of `record_steps`, which records `num_steps` steps in a folder."""
+    """Settings of `record_steps`: model, output folder, number of steps, whether gradients are averaged."""
 
     model: str
     folder: str
@@ -151,7 +151,7 @@ class RecordSettings(NamedTuple):
 
 
 def record_steps(context: RankContext, settings: RecordSettings) -> None:
-    """Train, and write the last steps of this rank.
+    """Train a model, and write the times of this rank's last steps to a folder.
 
     Collective: all ranks must call it.
     """
@@ -220,7 +220,7 @@ def page(recordings: Sequence[Recording], *, title: str) -> str:
 
 
 def _values(recordings: Sequence[Recording]) -> dict[str, dict[int, Points]]:
-    """Return the values of each step by rank, by title with the unit."""
+    """Return the points (step, value) of each chart of the page: by title with the unit, then by rank."""
     by_rank = {recording.rank: recording.steps for recording in recordings}
     common = sorted(set.intersection(*({step.step for step in steps} for steps in by_rank.values())))
     slacks = {r: [step.slack_ns for step in steps if step.step in common] for r, steps in by_rank.items()}
@@ -270,7 +270,7 @@ def _medians(recordings: Sequence[Recording], values: Mapping[str, Mapping[int, 
 
 
 def host_advice(steps: Sequence[StepRecord]) -> str | None:
-    """Return what makes the GPU of recorded steps wait for the host, with what to set.
+    """Return a text on why the GPU of recorded steps waits for the host, with what to set.
 
     None if it does not wait, or if the steps are of a CPU.
     """
@@ -293,7 +293,7 @@ def host_advice(steps: Sequence[StepRecord]) -> str | None:
 
 
 def _history(changes: Sequence[Change]) -> str:
-    """Return a table of lost and joined ranks, with a row per change."""
+    """Return an HTML table of lost and joined ranks, with a row per change; '' without changes."""
     if not changes:
         return ""
     rows = []

@@ -35,7 +35,7 @@ _DEATH_S: Final = 30.0  # a killed process is gone in milliseconds, on a busy ma
 
 @contextmanager
 def compiled_package() -> Iterator[str]:
-    """Make a folder with a copy of this package and its bytecode, as an installer leaves it.
+    """Yield a temporary folder with this package and its bytecode, as an installer leaves it.
 
     Otherwise a script would compile a source tree at each start, if Python may not write bytecode.
     """
@@ -47,7 +47,7 @@ def compiled_package() -> Iterator[str]:
 
 
 class _Script:
-    """A running script and its output."""
+    """A running script, with its processes and its output file."""
 
     def __init__(self, path: Path, arguments: dict[str, Any], output: Path, launcher: Sequence[str]) -> None:
         self.label = f"{path.name} {arguments.get('strategy', '')}".strip()
@@ -67,11 +67,11 @@ class _Script:
 
     @property
     def text(self) -> str:
-        """Output of the script so far."""
+        """Output of the script so far, as text."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def failed(self, what: str) -> ToolError:
-        """Make an error with the end of the script's output."""
+        """Return an error that says `what` and shows the end of the script's output."""
         return ToolError(f"{self.label} {what}:\n{self.text[-_TAIL:]}")
 
     def value_of(self, mark: str) -> str | None:
@@ -97,7 +97,7 @@ class _Script:
         return found
 
     def memory_mib(self) -> float:
-        """Return the memory of the session in MiB; a page shared by several processes counts once."""
+        """Return the memory of the script's processes in MiB; a page shared by several counts once."""
         total = 0
         for folder in self.alive():
             with suppress(OSError):  # it has ended meanwhile
@@ -106,7 +106,7 @@ class _Script:
         return total / 1024
 
     def alive(self) -> list[Path]:
-        """Return the folders in `/proc` of the living processes of the session, the script included."""
+        """Return the folders in `/proc` of the script's living processes, its own included."""
         self.process.poll()  # reaps the script, which would be a zombie otherwise
         alive = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -117,7 +117,7 @@ class _Script:
         return alive
 
     def kill(self) -> None:
-        """Kill the whole session, also after success: remaining processes would disturb the next script."""
+        """Kill all processes of the script, also after success: the rest would disturb the next script."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -130,7 +130,7 @@ class _Script:
 
 @contextmanager
 def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ()) -> Iterator[_Script]:
-    """Start a script with arguments as JSON; kill its remaining processes at the end of the block.
+    """Run a script, with its arguments as JSON, in this block; kill its remaining processes at the end.
 
     `launcher` has arguments of the interpreter before the script.
     """
@@ -146,7 +146,7 @@ def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ())
 
 
 class Commit(NamedTuple):
-    """A step that a rank has committed, in seconds since the fault, with the samples of its batch."""
+    """An optimizer step that a rank completed, in seconds since the fault, with the samples of its batch."""
 
     moment_s: float
     step: int
@@ -178,7 +178,7 @@ class FailedRun:
 def run_to_fault(
     strategy: str, world_size: int, *, timeout_s: float, launcher: Sequence[str] = (), **arguments: Any
 ) -> FailedRun:
-    """Train with one of `STRATEGIES` until the victim fails and all processes have exited; leave none.
+    """Train with one of `STRATEGIES` until the victim fails and all exit; kill the rest; return the outcome.
 
     The arguments are those of `train` in the script, at least `fault` and `victim`. All of it has
     `2 * timeout_s` seconds.

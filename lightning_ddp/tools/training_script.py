@@ -47,7 +47,7 @@ def train(
     folder: str | None = None,
     step_s: float = 0.0,
 ) -> None:
-    """Train, and print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time.
+    """Train a small model; print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time.
 
     The victim, with `num_victims - 1` ranks before it, fails once by `fault` as in `_fail`, in step
     `fault_step`: before it ("idle"), in it ("forward", "backward", "all-reduce", "optimizer"), or at the
@@ -144,7 +144,7 @@ def train(
 
 
 def _fail(fault: str | None, device: Any) -> None:
-    """Fail by "exception", "kill", "stop"; with "memory" and "address" as a GPU does."""
+    """Make this process fail: "exception", "kill", "stop"; with "memory" and "address" as a GPU does."""
     import torch
 
     _say(f"FAULT {time.time():.6f}")

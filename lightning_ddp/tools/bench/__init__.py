@@ -28,7 +28,7 @@ Samples = Mapping[str, Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Figures of a contender, compared to a reference contender."""
+    """Median and spread of one contender of a benchmark, with the ratio to a reference contender."""
 
     median: float
     iqr: float
@@ -42,7 +42,7 @@ Comparisons = Mapping[str, Mapping[str, Comparison]]
 
 
 def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[str, Comparison]:
-    """Compare each contender to the reference; refuse a missing round."""
+    """Return each contender's median, spread and ratio to the reference; raise if a round is missing."""
     found = {}
     for name, values in samples.items():
         first, median, third = quartiles(values)
@@ -63,7 +63,7 @@ class Result:
 
     @property
     def comparisons(self) -> Comparisons:
-        """Figures of each contender, compared to its reference."""
+        """Median, spread and ratio to its reference of each contender, by subject."""
         references = self.references
         if isinstance(references, str):
             references = dict.fromkeys(self.samples, references)
@@ -71,7 +71,7 @@ class Result:
 
 
 def draw_medians(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """Draw a panel per subject with a bar per contender, and its ratio."""
+    """Draw a picture with a panel per subject and in it a bar per contender, with its ratio; save it."""
 
     def draw_panel(axes: Any, subject: str) -> None:
         texts = {name: f"ratio {of.ratio:.2f}" for name, of in result.comparisons[subject].items()}
@@ -84,7 +84,7 @@ def draw_medians(result: Result, path: Path, *, unit: str, title: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """A command under `bench`."""
+    """A subcommand of `bench`: its options, measurement, table and picture."""
 
     name: str
     summary: str
@@ -146,7 +146,7 @@ class Benchmark:
 
 
 def format_comparisons(comparisons: Comparisons, headers: tuple[str, str, str], unit: str) -> str:
-    """Format a row per subject and contender; `headers` are those of subject, contender and ratio."""
+    """Return a table with a row per subject and contender; `headers` name subject, contender and ratio."""
     rows = [
         (subject, name, figures.median, figures.iqr, figures.ratio)
         for subject, contenders in comparisons.items()

@@ -52,7 +52,7 @@ def _measure_failures(args: argparse.Namespace) -> Result:
 
 
 def format_failures(result: Result) -> str:
-    """Format a row per fault and strategy."""
+    """Return a table of the measured times with a row per fault and strategy."""
     num_others = int(str(result.settings["world_size"])) - 1
     rows: list[tuple[str | int | float, ...]] = []
     for fault, by_strategy in result.extra["runs"].items():
@@ -69,7 +69,7 @@ def format_failures(result: Result) -> str:
 
 
 def _summary(seconds: Sequence[float], expected: int) -> tuple[str, str, str]:
-    """Return how many of the expected values there are, their median and the largest."""
+    """Return, as texts, how many of the expected times there are, their median and the largest."""
     if not seconds:
         return f"0 of {expected}", "never", "never"
     return f"{len(seconds)} of {expected}", f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}"
@@ -134,7 +134,7 @@ def _measure_recovery(args: argparse.Namespace) -> Result:
 
 
 def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str, Any]:
-    """Kill the last rank of a training run of one of `CONTENDERS`; return the outcome.
+    """Kill or stop the last rank of a training run of one of `CONTENDERS`; return how it recovered.
 
     A run that has not ended after `timeout_s` is killed, and counts as not recovered.
     """
@@ -203,7 +203,7 @@ def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[st
 
 
 def format_recovery(result: Result) -> str:
-    """Format a row per contender, and the comparison of steps without a failure."""
+    """Return a table with a row per way to recover, and one of the step times without a failure."""
     rows: list[tuple[str | int | float, ...]] = []
     for name, runs in result.extra["runs"].items():
         label = f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name

@@ -72,7 +72,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 
 def merge_ranks(per_rank: Sequence[Rows]) -> dict[str, list[dict[str, float]]]:
-    """Return for each round and figure the largest value of the ranks."""
+    """Return, for each contender, round and figure, the largest value of the ranks."""
     return {
         name: [
             {key: max(row[key] for row in rows) for key in rows[0]}
@@ -100,7 +100,7 @@ def format_links(result: Result) -> str:
 
 
 class HookSettings(NamedTuple):
-    """Model, hooks by name (as in `CONTENDERS`) and number of rounds of `time_hooks`."""
+    """Settings of `time_hooks`: model, hook specifications by contender, number of rounds."""
 
     model: str
     hooks: Mapping[str, Any]
@@ -108,7 +108,7 @@ class HookSettings(NamedTuple):
 
 
 def time_hooks(context: RankContext, settings: HookSettings) -> dict[str, list[dict[str, float]]]:
-    """Time steps of all contenders, which take turns, without shared memory.
+    """Time steps with each hook, in turns, without shared memory; return the figures of this rank.
 
     Collective: all ranks must call it.
 

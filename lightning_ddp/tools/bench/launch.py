@@ -76,7 +76,7 @@ def _format(result: Result) -> str:
 def time_first_batch(
     script: Path, arguments: dict[str, Any], *, launcher: Sequence[str] = (), timeout_s: float
 ) -> tuple[float, float]:
-    """Run a script to its line `FIRST_BATCH <seconds since the epoch>`, and kill it there.
+    """Run a script until it prints `FIRST_BATCH <seconds since the epoch>`, and kill it there.
 
     Returns the seconds from its start, and the memory of its processes then in MiB.
     """
@@ -86,7 +86,7 @@ def time_first_batch(
 
 
 def time_import(package_root: str, timeout_s: float) -> dict[str, float]:
-    """Return the seconds of both imports in a new process."""
+    """Return the seconds to import Lightning alone, and to import it with this package, in a new process."""
     with started(TRAINING, {"function": "time_import", "package_root": package_root}) as running:
         seconds = json.loads(running.run_to("IMPORTED", timeout_s))
     return dict(zip((ALONE, WITH_OURS), seconds, strict=True))

@@ -86,7 +86,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_contender(text: str) -> dict[str, Any]:
-    """Parse a hook or an averager of the command line, such as `powersgd:rank=4,start_step=0`."""
+    """Return name and options of a hook or an averager, given such as `powersgd:rank=4,start_step=0`."""
     name, _, options = text.partition(":")
     try:
         pairs = (pair.split("=") for pair in options.split(",") if pair)
@@ -138,7 +138,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 
 class Calibration(NamedTuple):
-    """Measurements of two ranks here; the steps are without communication."""
+    """What two ranks on this machine measured: steps without communication, their link, costs of hooks."""
 
     profile: StepProfile
     link: Link
@@ -148,7 +148,7 @@ class Calibration(NamedTuple):
 
 
 def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
-    """Measure steps, hooks and the link between two ranks here; `specs` are None without a hook."""
+    """Measure steps, hooks and the link of two ranks on this machine; `specs` are None without a hook."""
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as folder:
         timing = HookSettings(model=args.model, hooks={**specs, _NO_EXCHANGE: "noop"}, num_rounds=args.steps)
         settings = RecordSettings(args.model, folder, args.steps, communicates=False), timing
@@ -172,7 +172,7 @@ def _hook_cost(name: str, rows: Sequence[Mapping[str, float]], num_bytes: int) -
 
 
 def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
-    """Fit probes of two ranks, whose all-reduce is two messages with half of the bytes each."""
+    """Return a link model fitted to timed all-reduces of two ranks: each two messages of half the bytes."""
     medians = {
         size: statistics.median(seconds for num_bytes, seconds, _ in probes if num_bytes == size)
         for size in _PROBE_BYTES
@@ -194,7 +194,7 @@ def _calibrate(context: RankContext, settings: tuple[RecordSettings, HookSetting
 
 
 def _probe(size: int, device: torch.device) -> tuple[float, float, float]:
-    """Return bytes, seconds and CPU seconds of an all-reduce."""
+    """Run an all-reduce of `size` bytes; return its bytes, seconds and CPU seconds."""
     tensor = torch.zeros(size // 4, device=device)
     dist.all_reduce(torch.zeros(_BURST_BYTES // 4, device=device))  # uses up the credit of an idle link
     cpu_s = time.process_time()
@@ -226,7 +226,7 @@ def _format(result: Result) -> str:
 
 
 def _draw(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """Draw efficiency over ranks, with a line per contender."""
+    """Draw the predicted efficiency over the number of ranks, with a line per contender; save the picture."""
 
     def draw_panel(axes: Any) -> None:
         ticks: Any = result.settings["ranks"]

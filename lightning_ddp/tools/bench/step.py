@@ -72,7 +72,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 class StepSettings(NamedTuple):
-    """Settings of `time_steps`, which measures one model after the other in rounds of turns."""
+    """Settings of `time_steps`: models, contenders, numbers of rounds, timed steps and warm-up steps."""
 
     models: tuple[str, ...]
     contenders: tuple[str, ...]
@@ -121,7 +121,7 @@ RankSeconds = Mapping[str, Mapping[str, Sequence[Sequence[float]]]]
 
 
 def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[str, dict[str, list[float]]]:
-    """Return milliseconds of each round by model and contender: median step of the slowest rank."""
+    """Return the median milliseconds of the slowest rank's steps in each round, by model and contender."""
 
     def milliseconds(model: str, name: str) -> list[float]:
         ranks = [seconds[model][name] for seconds in found if name in seconds[model]]
@@ -134,12 +134,12 @@ def reduce_ranks(found: Sequence[RankSeconds], settings: StepSettings) -> dict[s
 
 
 def reference_of(contenders: Sequence[str]) -> str:
-    """Return the reference contender: this package's, or the first if that is left out."""
+    """Return the name of the contender to compare others to: this package's, or else the first."""
     return OURS if OURS in contenders else contenders[0]
 
 
 def geometric_means(comparisons: Comparisons) -> dict[str, float]:
-    """Return geometric means over models (and links) of reference / contender, by contender."""
+    """Return the geometric mean over models (and links) of the ratio reference / contender, by contender."""
     rows, mean = list(comparisons.values()), statistics.geometric_mean
     reference = reference_of(list(rows[0]))
     means = {name: mean(row[name].ratio for row in rows) for name in rows[0] if name != reference}
@@ -151,7 +151,7 @@ def geometric_means(comparisons: Comparisons) -> dict[str, float]:
 
 
 def format_report(result: Result) -> str:
-    """Format the table of all models and contenders, followed by geometric means and flags."""
+    """Return the report: a table of all models and contenders, then geometric means and flags."""
     flags: Any = result.settings["flags"]
     reference = reference_of(list(flags))
     headers = ("model", "contender", f"{reference}/contender")
@@ -168,7 +168,7 @@ def format_report(result: Result) -> str:
 
 
 def time_steps(context: RankContext, settings: StepSettings) -> RankSeconds:
-    """Time the training steps of all contenders on each model, in turns.
+    """Time training steps of all contenders on each model, in turns; return the seconds of each step.
 
     With as many replicas as contenders, each replica trains one contender; a single replica trains all.
 
@@ -211,7 +211,7 @@ def _time_model(
 
 
 def _some(values: Tensor) -> Tensor:
-    """Return a fixed sample of the elements."""
+    """Return a fixed random sample of a tensor's elements, on the CPU; all if they are few."""
     if values.numel() <= _MOST_COMPARED:
         return values.cpu()
     generator = torch.Generator().manual_seed(values.numel())

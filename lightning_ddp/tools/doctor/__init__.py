@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print on rank 0 (and on ranks without a connection), and return 0 or 1."""
+    """Run the checks, print the report on rank 0 (or without a connection); return exit status 0 or 1."""
     examination = _Examination(args)
     with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
         examination.examine()
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stdout_kept_for_json() -> Generator[None, None, None]:
-    """Redirect other output in this context to stderr, such as gloo's lines about connections."""
+    """Redirect all output to stdout in this context to stderr, such as gloo's, to keep it for JSON."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -143,11 +143,11 @@ def _stdout_kept_for_json() -> Generator[None, None, None]:
 
 
 class _Problem(Exception):
-    """Failure of a check, after which the checks behind it make no sense: name of the check and message."""
+    """Raised if a check fails and later ones make no sense: name of the check and message."""
 
 
 class _Examination:
-    """Checks of this process, with the findings so far."""
+    """One run of `doctor` in this process: performs the checks and collects their findings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -163,7 +163,7 @@ class _Examination:
         return worst(self._findings) == "FAIL"
 
     def examine(self) -> None:
-        """Check this machine or all ranks, depending on the options and environment variables."""
+        """Run the checks of this machine or of all ranks, by the options and environment variables."""
         plan = Plan(
             num_bytes=int(self._args.size_mb * (1 << 20)),
             timeout_s=self._args.timeout_s,
@@ -225,7 +225,7 @@ class _Examination:
             ) from error
 
     def _choose_interface(self) -> str | None:
-        """Return the user's interface, or that of the route to the master; add a finding about it."""
+        """Return the user's network interface, or that of the route to the master; add a finding about it."""
         named = self._env.get(INTERFACE_VARIABLE) or None
         if self._has_failed:
             return named
@@ -241,7 +241,7 @@ class _Examination:
         return chosen if chosen in found else None
 
     def _meet(self) -> Any:
-        """Connect to the store of the ranks."""
+        """Return a connection to the ranks' key-value store, which rank 0 opens unless torchrun has one."""
         if self._here.rank == 0 and not self._here.has_agent_store:
             return self._host_store()
         address = self._find_master()
@@ -285,7 +285,7 @@ class _Examination:
         return store
 
     def _find_master(self) -> str:
-        """Wait for rank 0 and return its address."""
+        """Wait until the master's port can be reached, and return the master's address."""
         here, timeout_s = self._here, self._args.timeout_s
         assert here.master_addr is not None  # the findings would say so
         assert here.master_port is not None
@@ -304,7 +304,7 @@ class _Examination:
         return address
 
     def report(self, *, as_json: bool) -> int:
-        """Check the gathered facts and print them, unless another rank does; return the exit status."""
+        """Evaluate the gathered facts; print the findings unless another rank does; return exit status."""
         is_silent = len(self._answers) > 1 and self._here.rank > 0 and self._args.processes is None
         here = self._here
         answers = self._answers or [gather_facts(self._env, rank=here.rank, local_rank=here.local_rank)]
@@ -331,7 +331,7 @@ def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -
 
 
 def format_report(answers: Sequence[Answer], findings: Sequence[Finding]) -> str:
-    """Format ranks, variables and findings; the last line is the verdict."""
+    """Return the report as text: ranks, variables and findings; the last line is the verdict."""
     rows = []
     for answer in answers:
         devices, place = answer["devices"], answer["local_rank"]

@@ -48,11 +48,11 @@ _WRONG: Final = {
 
 
 class _NotHere(Exception):
-    """Raised by an item that this machine has not the devices or processes for."""
+    """Raised by a checklist item for which this machine lacks devices or processes."""
 
 
 class _Site:
-    """A backend on this machine, with the results of runs that several items share."""
+    """A backend to check on this machine, with the results of runs that several items share."""
 
     def __init__(self, backend: str, settings: Settings) -> None:
         self.backend = backend
@@ -66,7 +66,7 @@ class _Site:
         return {found.check: found for found in try_in_ranks(self.settings, [*DRILLS], run_drill)}
 
     def tried(self, names: Sequence[str], variables: Mapping[str, str] = {}) -> str:
-        """Run trials; return their figure, or their number if there are several."""
+        """Run trials in new processes; return the figure of one, or the number of several, or raise."""
         with _set(variables):
             found = list(try_in_ranks(self.settings, names))
         failed = [f"{finding.check}: {finding.message}" for finding in found if finding.level == "FAIL"]
@@ -75,7 +75,7 @@ class _Site:
         return found[0].message if len(found) == 1 else f"{len(found)} trials"
 
     def fail(self, fault: str, **more: Any) -> FailedRun:
-        """Run a script in which a rank fails, by default the last."""
+        """Run a training script in which a rank fails, by default the last; return the outcome."""
         device = self.settings.device
         if self.size < 2:
             raise _NotHere("one rank has no peers")
@@ -180,7 +180,7 @@ def _slow_link(site: _Site) -> str:
 
 
 def _stops(site: _Site, fault: str = "kill", *, needs_device: bool = False, **more: Any) -> str:
-    """Check that all ranks stop because of one."""
+    """Check that all ranks end when one fails by `fault`; return the times as text, or raise."""
     if needs_device and site.settings.device == "cpu":
         raise _NotHere("no GPU")
     found = site.fail(fault, **more)
@@ -191,7 +191,7 @@ def _stops(site: _Site, fault: str = "kill", *, needs_device: bool = False, **mo
 
 
 def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1) -> str:
-    """Check that the other ranks train on, in a script for each fault."""
+    """Check that the other ranks train on, in a script for each fault; return the times, or raise."""
     if site.size < least:
         raise _NotHere(f"needs {least} ranks")
     figures = []
@@ -252,9 +252,9 @@ ITEMS: Final[Mapping[str, Callable[[_Site], str]]] = {
 
 
 def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[Finding]:
-    """Run the items whose names begin with one of `only`, or all, on each backend; leave no process.
+    """Run the items that begin with one of `only`, or all, on each backend; return a finding for each.
 
-    `path` gets the suffixes of a JSON file and of a picture, which needs matplotlib.
+    Leaves no process. `path` gets the suffixes of a JSON file and of a picture, which needs matplotlib.
     """
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
@@ -293,7 +293,7 @@ def _answer(site: _Site, item: Callable[[_Site], str]) -> tuple[Level, str]:
 
 
 def _sites(settings: Settings) -> Iterator[tuple[_Site, dict[str, str]]]:
-    """Yield the backends of this machine, each with the variables that choose it."""
+    """Yield each backend to check on this machine, with the environment variables that choose it."""
     if settings.device == "cpu":
         yield _Site("gloo", settings), {}
         return

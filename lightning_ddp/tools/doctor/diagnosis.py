@@ -26,7 +26,7 @@ _MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
 
 
 def check_answers(answers: Sequence[Answer]) -> list[Finding]:
-    """Run all checks of each rank and between ranks."""
+    """Return the findings of all checks on the ranks' gathered facts, of each rank and between ranks."""
     return [
         *_check_versions(answers),
         *_check_devices(answers),
@@ -38,12 +38,12 @@ def check_answers(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message, such as 'ranks 0-3, 7'."""
+    """Return ranks as text for a message, such as 'ranks 0-3, 7'."""
     return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
 
 
 def by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
-    """Return the ranks of each value."""
+    """Return a dict from each distinct value to the ranks that have it."""
     found: dict[T, list[int]] = defaultdict(list)
     for rank, value in values.items():
         found[value].append(rank)
@@ -51,7 +51,7 @@ def by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
 
 
 def _differing(values: Mapping[int, Hashable]) -> str | None:
-    """Describe values by rank for a message; return None if they are equal."""
+    """Return a text of which ranks have which value, for a message; None if all values are equal."""
     found = by_value(values)
     texts = (f"{name_ranks(ranks)}: {value}" for value, ranks in found.items())
     return "; ".join(texts) if len(found) > 1 else None
@@ -97,7 +97,7 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def _check_nccl(answers: Sequence[Answer]) -> list[Finding]:
-    """Check the pair of NCCL and its backend in torch, and say where buckets are."""
+    """Return findings on NCCL and torch's backend for it, and on the memory in which buckets are."""
     kinds = {a["rank"]: a["nccl"] and f"NCCL {a['nccl']} by {a['implementation']}" for a in answers}
     if (differing := _differing(kinds)) is not None:
         message = f"{differing}. Install one version, and set the same {CHOICE_VARIABLE}"
@@ -128,7 +128,7 @@ def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def _check_variables(answers: Sequence[Answer]) -> list[Finding]:
-    """Check for environment variables that disable something useful."""
+    """Return warnings about environment variables that disable something useful."""
     findings = []
     for (name, value), effect in _HARMFUL_VARIABLES.items():
         ranks = [answer["rank"] for answer in answers if answer["variables"].get(name) == value]
@@ -139,7 +139,7 @@ def _check_variables(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
-    """Return findings of the other ranks on their way to rank 0 that rank 0 does not have."""
+    """Return findings of other ranks, made while they connected to rank 0, that rank 0 does not have."""
     own = answers[0].get("findings", [])
     found: dict[tuple[Level, str, str], list[int]] = defaultdict(list)
     for answer in answers[1:]:
@@ -157,7 +157,7 @@ def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
 def check_interface(
     named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int
 ) -> Finding:
-    """Check the interface of the ranks: `named` by `INTERFACE_VARIABLE`, or the route to the master.
+    """Return a finding on the interface: `named` by `INTERFACE_VARIABLE`, or of the route to the master.
 
     `found` has the interfaces of this host with their addresses.
     """
@@ -188,7 +188,7 @@ def check_interface(
 
 
 def check_all_reduce(answers: Sequence[Answer]) -> Finding:
-    """Check that the time of the ranks' all-reduce is plausible."""
+    """Return a finding on whether the time of the ranks' all-reduce is plausible."""
     num_bytes, seconds = answers[0]["all_reduce"]["num_bytes"], answers[0]["all_reduce"]["seconds"]
     # In a ring each link carries this share of the bytes, each way.
     gbit_per_s = 8e-9 * num_bytes * 2 * (len(answers) - 1) / len(answers) / seconds

@@ -25,7 +25,7 @@ _NUM_CYCLES, _CYCLES_WITHIN_S, _MOST_GROWTH_MIB = 50, 20.0, 64.0
 
 
 class Drill:
-    """The process groups of this rank. All ranks call the methods in the same order."""
+    """Test of aborts and new process groups. All ranks call its methods in the same order."""
 
     def __init__(self, context: RankContext) -> None:
         self.ranks = Ranks(rank=context.rank, size=context.world_size, device=context.device)
@@ -35,7 +35,7 @@ class Drill:
         self._groups: list[Group] = []
 
     def begin(self, verdict: Verdict) -> None:
-        """Make the default group, as a run does, and time that with its first all-reduce."""
+        """Create the default process group, as a run does, and time that with its first all-reduce."""
         start = time.monotonic()
         self._num_groups += 1
         group = join_default_group(
@@ -51,7 +51,7 @@ class Drill:
         verdict.figure = f"group and first all-reduce in {time.monotonic() - start:.2f} s"
 
     def communicate(self, verdict: Verdict) -> None:
-        """Use two communicators in turns, and send in a ring."""
+        """Test all-reduces on two communicators in turns, and messages between neighbors in a ring."""
         rank, size = self.ranks.rank, self.ranks.size
         self._groups.append(sibling_group(self._groups[0], self.ranks.device))
         for _ in range(10):
@@ -66,7 +66,7 @@ class Drill:
         verdict.figure = f"20 all-reduces on 2 communicators in turns, a ring of {size} ranks"
 
     def abort(self, verdict: Verdict) -> None:
-        """Abort all groups, with collectives that rank 0 never calls, behind kernels of the device."""
+        """Test an abort of all groups in collectives that rank 0 never calls, behind device kernels."""
         tensor = torch.ones(1000, device=self.ranks.device)
         for _ in range(_NUM_KERNELS if tensor.is_cuda else 0):
             tensor = tensor * 1.0
@@ -83,7 +83,7 @@ class Drill:
                 continue
 
     def rejoin(self, verdict: Verdict) -> None:
-        """Leave the groups after their abort, and make the default group again."""
+        """Destroy the aborted groups, create the default group again, and time both."""
         start = time.monotonic()
         retire_groups(group.process_group for group in self._groups)
         self._groups = []
@@ -93,7 +93,7 @@ class Drill:
         verdict.figure = f"left in {left_s:.2f} s, {verdict.figure}"
 
     def repeat(self, verdict: Verdict) -> None:
-        """Abort and rejoin often, and see whether memory is kept."""
+        """Abort and create the groups many times; record a problem if memory use grows."""
         start, used = time.monotonic(), [self._used_mib()]
         while len(used) <= _NUM_CYCLES:
             key = f"again/{len(used)}"
@@ -117,7 +117,7 @@ class Drill:
         within(_LIMIT_S, "work on the device", lambda: synchronize(self.ranks.device))
 
     def _meet(self, key: str) -> None:
-        """Wait for all ranks by the store, as groups may be aborted."""
+        """Wait until all ranks have called this with `key`, by the store, as groups may be aborted."""
         self._store.set(f"{key}/{self.ranks.rank}", "")
         self._store.wait([f"{key}/{rank}" for rank in range(self.ranks.size)])
 
@@ -147,7 +147,7 @@ DRILLS: Final[Mapping[str, Callable[[Drill, Verdict], None]]] = {
 
 
 def run_drill(context: RankContext, names: Sequence[str]) -> None:
-    """Run parts of the drill; store each verdict at once.
+    """Run the named parts of `Drill` on this rank; store each verdict at once.
 
     Collective: all ranks must call it.
     """

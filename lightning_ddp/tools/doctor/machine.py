@@ -31,7 +31,7 @@ LEVELS: tuple[Level, ...] = ("NOT HERE", "PASS", "WARN", "FAIL")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the verdict."""
+    """Result of one check: its level, its subject, and a message with the remedy."""
 
     level: Level
     check: str
@@ -41,7 +41,7 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """Return the worst level."""
+    """Return the worst level of the findings; 'PASS' if there are none."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="PASS")
 
 
@@ -54,7 +54,7 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[str, Any]:
-    """Gather versions, devices and relevant variables of `env` without secrets, as JSON values."""
+    """Return versions, devices and relevant variables of `env` without secrets, as JSON values."""
     has_cuda = torch.cuda.is_available()
     has_nccl = has_cuda and dist.is_nccl_available()
     return {
@@ -86,11 +86,11 @@ _RETRY_S = 0.2
 
 
 class DeadlinePassed(LightningDDPError, TimeoutError):
-    """A step did not end within its deadline; its thread may still be blocked."""
+    """Raised if a step did not end within its deadline; its thread may still be blocked."""
 
 
 def within(seconds: float, what: str, step: Callable[[], T]) -> T:
-    """Run a step that may block in C code, in a thread, and wait for at most `seconds`.
+    """Run a step that may block in C code in a thread; return its result, or raise after `seconds`.
 
     Raises:
         DeadlinePassed: the step has not ended; its thread is a daemon, so the process can exit.
@@ -111,7 +111,7 @@ def resolve(host: str, timeout_s: float) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Return an address of each interface, IPv4 if there is one, by name of the interface."""
+    """Return an address of each network interface of this host, IPv4 if there is one, by its name."""
     found: dict[str, str] = {}
     for name, address in interfaces():
         if name not in found or (":" in found[name] and ":" not in address):
@@ -120,7 +120,7 @@ def addresses() -> dict[str, str]:
 
 
 def interface_to(address: str) -> str | None:
-    """Return the interface of the kernel's route to an address; None without a route. Sends nothing."""
+    """Return the network interface of the route to an address; None without a route. Sends nothing."""
     try:
         name, own = route_to(address)
     except OSError:
@@ -129,7 +129,7 @@ def interface_to(address: str) -> str | None:
 
 
 def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
-    """Try a connection; return None, or the reason of its failure."""
+    """Try to open a TCP connection; return None if it opens, or the reason of its failure."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except TimeoutError:
@@ -142,7 +142,7 @@ def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
 
 
 def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
-    """Try to connect until a server listens; return None, or the reason of the last failure."""
+    """Try a TCP connection until a server listens; return None, or the reason of the last failure."""
     deadline = time.monotonic() + timeout_s
     while True:
         problem = connect_problem(address, port, max(0.1, deadline - time.monotonic()))
@@ -193,7 +193,7 @@ def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
 
 
 def _findings(check: str, problems: Sequence[str], all_is_well: str) -> tuple[Finding, ...]:
-    """Return a failure per problem, else a pass."""
+    """Return a FAIL finding per problem, or one PASS finding if there are none."""
     failures = tuple(Finding("FAIL", check, problem) for problem in problems)
     return failures or (Finding("PASS", check, all_is_well),)
 

@@ -24,7 +24,7 @@ _NUM_REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings of the measurement, the same on all ranks."""
+    """Settings of the measurement of an all-reduce, the same on all ranks."""
 
     num_bytes: int
     """Size of the all-reduce."""
@@ -83,7 +83,7 @@ def _all_reduce(
 def exchange(
     store: Any, answer: dict[str, Any], *, rank: int, world_size: int, timeout_s: float
 ) -> list[Any]:
-    """Return the answers of all ranks; rank 0, which may host the store, returns last.
+    """Exchange answers by a store; return all ranks'. Rank 0, which may host the store, returns last.
 
     Collective: all ranks must call it.
     """

@@ -120,9 +120,9 @@ class Verdict:
         self.problem = self.problem or problem
 
     def check(self, where: str, claim: Claim, module: nn.Module | None = None, noise: float = 0.0) -> None:
-        """Compare numbers with their bounds plus `noise`; those of all parameters of `module`, if given.
+        """Compare a claim's numbers with the expected ones, within bounds plus `noise`; record a problem.
 
-        A non-finite number is a problem.
+        They are those of all parameters of `module`, if given. A non-finite number is a problem.
         """
         found, expected = (tensor.detach().cpu().double() for tensor in (claim.found, claim.expected))
         bound = torch.as_tensor(claim.bound, dtype=torch.float64).expand_as(found) + noise
@@ -150,7 +150,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Rank and device of this process."""
+    """Rank, number of ranks and device of this process, with functions that make models and batches."""
 
     rank: int
     size: int
@@ -162,17 +162,17 @@ class Ranks:
         return 1e-6 if self.device.type == "cpu" else 1e-3
 
     def build(self) -> nn.Module:
-        """Build the model on the device, with the same weights on all ranks."""
+        """Return the model of the trials on the device, with the same weights on all ranks."""
         torch.manual_seed(0)
         return _model().to(self.device)
 
     def batch(self, step: int) -> Tensor:
-        """Make a batch, different on each rank and in each step."""
+        """Return a random batch, different on each rank and in each step."""
         generator = torch.Generator().manual_seed(1 + step * self.size + self.rank)
         return torch.randn(8, 3, 8, 8, generator=generator).to(self.device)
 
     def gather(self, row: Tensor) -> Tensor:
-        """Gather the 1-D tensors of all ranks on the CPU, one row per rank.
+        """Return the 1-D tensors of all ranks on the CPU, one row per rank.
 
         Collective: all ranks must call it.
         """
@@ -186,7 +186,7 @@ Trial = Callable[[Ranks, Verdict], None]
 
 
 def trials_of(device: str) -> dict[str, Trial]:
-    """Return the trials for a device type by name, in running order."""
+    """Return the trial functions for a device type by name, in running order."""
     flags = _FLAGS if device == "cuda" else {**_FLAGS, "transport='gloo'": {"transport": "gloo"}}
     found: dict[str, Trial] = {f"gradients, {n}": partial(_try_gradients, flags=flags[n]) for n in flags}
     found |= {f"hook {name}": partial(_try_hook, name=name) for name in HOOKS}
@@ -198,18 +198,18 @@ def trials_of(device: str) -> dict[str, Trial]:
 
 
 def verdict_key(name: str, rank: int) -> str:
-    """Return the key in the store of a rank's verdict about a trial."""
+    """Return the key under which a rank's verdict about a trial is in the store."""
     return f"verdict/{name}/{rank}"
 
 
 def store_verdict(context: RankContext, name: str, verdict: Verdict) -> None:
-    """Store this rank's verdict, and count a unit of progress."""
+    """Write this rank's verdict about a trial to the store, and count a unit of progress."""
     context.store.set(verdict_key(name, context.rank), verdict.to_json())
     context.advance()
 
 
 def run_trials(context: RankContext, names: Sequence[str]) -> None:
-    """Run trials; store each verdict at once, so that those before a hang are not lost.
+    """Run the named trials; store each verdict at once, so that those before a hang are not lost.
 
     Collective: all ranks must call it.
     """
@@ -240,14 +240,14 @@ class _Training:
         self.averager: Any = None
 
     def backward(self, batch: Tensor) -> None:
-        """Compute new gradients, and average them unless training is local now."""
+        """Run forward and backward on a batch; average gradients over ranks unless training is local now."""
         is_local = self.averager is not None and not self.averager.averages_gradients
         with self.wrapper.no_sync() if is_local else nullcontext():
             self.optimizer.zero_grad()
             compute_loss(self.wrapper(batch)).backward()
 
     def step(self, batch: Tensor) -> None:
-        """Do a whole step."""
+        """Train one step on a batch: backward, optimizer and, if there is one, the averager."""
         self.backward(batch)
         self.optimizer.step()
         if self.averager is not None:
@@ -255,7 +255,7 @@ class _Training:
 
 
 def _ours(ranks: Ranks, *, flags: Mapping[str, Any] = {}, hook: str = "", averager: str = "") -> _Training:
-    """Wrap the model, with one of `HOOKS` or `AVERAGERS` if named.
+    """Return the model in this package's wrapper, with one of `HOOKS` or `AVERAGERS` if named.
 
     Collective: all ranks must call it.
     """
@@ -289,7 +289,7 @@ def _gradients(module: nn.Module) -> Tensor:
 
 
 def _local_gradients(module: nn.Module, batch: Tensor) -> Tensor:
-    """Compute the gradients of this rank alone on the CPU, without a change of the module."""
+    """Return the gradients of this rank's batch alone, computed on the CPU; the module is not changed."""
     alone = copy.deepcopy(module).cpu()
     alone.zero_grad(set_to_none=True)
     compute_loss(alone(batch.cpu())).backward()
@@ -368,7 +368,7 @@ def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
 
 @contextmanager
 def _overflow(module: nn.Module) -> Iterator[None]:
-    """Make the gradient of the first parameter, in the last bucket, infinite."""
+    """Make the gradient of the first parameter, in the last bucket, infinite in this context."""
     handle = next(module.parameters()).register_hook(lambda gradient: gradient * math.inf)
     yield
     handle.remove()
@@ -386,12 +386,12 @@ def _check_overflow(
 
 
 def _values(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a hook's tensors as lists, which compare by value."""
+    """Return the tensors of a hook's state as lists, which compare by value."""
     return {n: {k: t.tolist() for k, t in of.items()} for n, of in state.get("tensors", {}).items()}
 
 
 def _residual(state: Mapping[str, Any], module: nn.Module) -> Tensor:
-    """Return a hook's residuals of all parameters; zeros if none."""
+    """Return a hook's residuals of all parameters as one flat tensor; zeros if none."""
     kept = state.get("tensors", {})
     named = module.named_parameters()
     return _flat(kept.get(name, {}).get("error", torch.zeros(p.numel())) for name, p in named)
@@ -427,7 +427,7 @@ def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
 
 
 def _rounding(rows: Tensor) -> float:
-    """Return a bound of the rounding errors of a few operations on parameters."""
+    """Return an upper bound of the rounding errors of a few operations on parameters."""
     return 1e-5 * float(rows.abs().max())
 
 
@@ -475,7 +475,7 @@ def _num_waits(training: _Training, batches: Sequence[Tensor]) -> int:
 
 
 def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
-    """Time steps of this package's wrapper and of torch's in turns."""
+    """Time steps of this package's wrapper and of torch's in turns; record their ratio."""
     model = "transformer6" if ranks.device.type == "cuda" else "linear500"
     names = ("ours", "torch_ddp")
     runs = [TrainingRun(name, build_workload(model, rank=ranks.rank), ranks.device) for name in names]

@@ -34,7 +34,7 @@ _MOST_TEXT = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of all checks, with the time limit of a trial, and a file that each rank runs first."""
+    """Settings of all checks: ranks, device, time limit of a trial, and a file that each rank runs first."""
 
     world_size: int
     device: str
@@ -148,13 +148,13 @@ def try_in_ranks(
 
 
 def shorten(text: str) -> str:
-    """Return the first line of an error, and the last, which has the exception."""
+    """Return the first line of an error's text and the last, which has the exception, cut to a limit."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")[:_MOST_TEXT]
 
 
 def _kill_a_rank(settings: Settings) -> Finding:
-    """Kill a rank of a script; check that all others name it and all processes exit."""
+    """Kill a rank of a script; return a finding on whether all others name it and all processes exit."""
     victim = settings.world_size - 1
     if not victim:
         return Finding("PASS", KILLED, "not applicable: one rank has no peers")
@@ -178,7 +178,7 @@ def _kill_a_rank(settings: Settings) -> Finding:
 
 
 def stop_problem(found: FailedRun, victim: int, world_size: int) -> str | None:
-    """Return what is wrong with a script that had to end because of a rank; None if nothing is."""
+    """Return what was wrong in how a script ended after a rank had failed; None if all was as expected."""
     expected = f"PeerFailure of {victim}"
     raised = {rank: found.raised.get(rank, "nothing") for rank in range(world_size) if rank != victim}
     problems = [
