@@ -6,12 +6,15 @@ No test asserts a time: figures depend on the machine, their meaning does not.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import math
 import re
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,6 +224,22 @@ def test_failing_rank_is_reported_with_its_traceback_and_ends_the_others() -> No
     # conftest.py fails the test if a process is left
     with pytest.raises(ToolError, match=r"(?s)rank 1 .*fail_on_rank_1.*ValueError: broken on purpose"):
         run_ranks(fail_on_rank_1, "broken on purpose", world_size=2, device="cpu", timeout_s=120)
+
+
+def collect_garbage(context: RankContext, _: None) -> int:
+    return gc.collect()
+
+
+def test_forked_ranks_free_no_group_that_the_starting_process_has_left() -> None:
+    """Whose threads are not there: gloo would abort them."""
+    gc.disable()
+    try:
+        left: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))]
+        left.append(left)
+        del left
+        run_ranks(collect_garbage, None, world_size=1, timeout_s=60, start_method="fork")
+    finally:
+        gc.enable()
 
 
 def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list[float]]:

@@ -6,6 +6,7 @@ channel and nothing to drain while they run. Between two network namespaces it i
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import multiprocessing
@@ -208,6 +209,7 @@ def _supervise(
 
 def _run_rank(index: int, meeting: _Meeting, all_made: Barrier) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handler
+    gc.freeze()  # what the parent has left is not to be freed here: the threads of its groups are not there
     all_made.wait()
     replica, rank = divmod(index, meeting.world_size)
     if meeting.namespaces:
