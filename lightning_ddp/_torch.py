@@ -263,7 +263,7 @@ def run_eagerly(function: _F) -> _F:
 
 
 class _SeenByDynamo:
-    """Attributes that torch.compile reads from the wrapper in whose forward it compiles."""
+    """Object that torch.compile sees in place of the wrapper in whose forward it compiles."""
 
     is_told = False  # True once this package is excluded from compilation in this process
 
@@ -274,7 +274,7 @@ class _SeenByDynamo:
 
 @run_eagerly
 def tell_dynamo() -> None:
-    """Exclude this package from torch.compile, once the compiler is imported."""
+    """Exclude this package from torch.compile if the compiler is imported by now; else do nothing."""
     if not _SeenByDynamo.is_told and "torch._dynamo" in sys.modules:
         _SeenByDynamo.is_told = True
         torch._dynamo.trace_rules.add(__name__.partition(".")[0])

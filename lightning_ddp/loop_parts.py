@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported late, as most runs do not need it
 
 
 class ManualOptimizationRedirection(ForwardRedirection):
-    """Forward redirection that lets DDP prepare a reduction only for a backward after `training_step`."""
+    """Forward redirection that turns gradient synchronization off inside a manual `training_step`."""
 
     def __init__(self, communication: Communication) -> None:
         super().__init__()

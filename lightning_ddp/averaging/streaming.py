@@ -75,7 +75,7 @@ class StreamingDiLoCo(DiLoCo):
         self._begin_again(vars(self).get("_under_way", {}))
 
     def _begin_again(self, under_way: dict[int, _Exchange]) -> None:
-        """Set the pending exchanges, without their results, so that all ranks send them again."""
+        """Make `under_way` the pending exchanges, without results; the next local step sends them again."""
         self._under_way = {index: replace(exchange, future=None) for index, exchange in under_way.items()}
 
     def after_local_step(self, track: Track) -> None:
@@ -154,7 +154,7 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def keeps_parameters(self) -> bool:
-        """True while a round is due, as it mixes outer parameters into the rank's own ones."""
+        """True while a round is due: a rank that is behind then keeps its own parameters."""
         return bool(self._due)
 
     def mark(self) -> Any:

@@ -77,7 +77,7 @@ def is_nccl(backend: str) -> bool:
 
 
 def implementation_of(backend: Any) -> Implementation | None:
-    """Return the `Implementation` of a backend, also of one that torch's debug mode wraps; else None."""
+    """Return the row of `IMPLEMENTATIONS` for a backend object of NCCL; None for gloo and others."""
     name = type(getattr(backend, "wrapped_pg", backend)).__name__
     return next((each for each in IMPLEMENTATIONS if each.class_name == name), None)
 

@@ -134,7 +134,7 @@ class Bucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Return the flat gradient: 1-D, of the bucket's dtype, not yet divided by the world size."""
+        """Return this rank's flat gradient (1-D), neither reduced nor divided, for a hook to average."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:

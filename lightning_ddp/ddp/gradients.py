@@ -65,7 +65,7 @@ def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
 
 
 class Expected(Enum):
-    """Whether a backward is expected to give a parameter a gradient and, if not, why."""
+    """Expectation of a parameter's gradient in a backward: it comes or, if not, the reason."""
 
     YES = auto()
     NOWHERE = auto()

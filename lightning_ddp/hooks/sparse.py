@@ -88,7 +88,7 @@ class TopKOptions(SparseOptions):
         require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: expected 0 or more")
 
     def ratio_at(self, step: int) -> float:
-        """Return the share of elements to send in a step, counted from `start_step`.
+        """Return the share of elements to send in step `step`; the warm-up begins at `start_step`.
 
         >>> [TopKOptions(ratio=0.01, warmup_steps=8).ratio_at(step) for step in (0, 2, 4, 6, 8)]
         [0.25, 0.0625, 0.015625, 0.01, 0.01]

@@ -96,7 +96,7 @@ def attach(config: Any, cache: JobCache | None = None) -> JobCache:
 
 
 def detach(config: Any) -> None:
-    """Replace a configuration's `JobCache` by OmegaConf's own cache, with the values that it would hold."""
+    """Replace a configuration's `JobCache` by OmegaConf's cache, dropping what only the former holds."""
     known = {name: dict(values) for name, values in attach(config).items() if name != BY_PLACE}
     config._metadata.resolver_cache = defaultdict(dict, known)
 

@@ -51,7 +51,7 @@ def _hosts(env: Mapping[str, str], name: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """What environment variables of a cluster engine say of its nodes; None where they say nothing."""
+    """Facts in the environment variables of a cluster engine about its nodes; None where they say nothing."""
 
     num_nodes: Told | None = None
     node_rank: Told | None = None

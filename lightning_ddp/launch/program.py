@@ -86,7 +86,7 @@ class Launch:
 
 @contextlib.contextmanager
 def last_resort() -> Generator[None, None, None]:
-    """On an exception in this context, print it and exit, as a fork must not continue as its parent."""
+    """Print an exception in this context and exit, as a fork must not continue as its parent."""
     try:
         yield
     except BaseException as error:  # noqa: BLE001 (whatever it is)

@@ -76,7 +76,7 @@ class OwnArena(Arena):
 
     @property
     def ticket(self) -> tuple[int, int, bytes]:
-        """What a peer needs to map this memory, besides the process's id: descriptor, size and token."""
+        """Ticket by which a peer maps this memory, with the process's id: descriptor, size and token."""
         return self._descriptor, self.nbytes, self._token
 
     def close_descriptor(self) -> None:

@@ -29,7 +29,7 @@ def check_transport(name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Which ranks of a group are on which host, with each rank's process id and usable processors."""
+    """Hosts of the ranks of a group, with each rank's process id and usable processors."""
 
     rank: int
     by_host: tuple[tuple[int, ...], ...]

@@ -303,7 +303,7 @@ class JobState:
         return actions
 
     def _template(self) -> Order:
-        """Return the order (instruction) for the ranks of the current generation, not numbered yet."""
+        """Return the order that the present phase gives the ranks of the current generation, unnumbered."""
         task = self.phase.task
         return Order(
             number=0,

@@ -43,7 +43,7 @@ class RankPhase(StrEnum):
 
 
 class WishKind(StrEnum):
-    """What a signal requests: that this process or its node leaves the run, or that all ranks stop."""
+    """Request of a signal: this process or its node leaves the run, or all ranks stop."""
 
     LEAVE = "leave"
     LEAVE_NODE = "leave_node"
@@ -61,7 +61,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank had trained when it was interrupted, or stopped for others to join or leave."""
+    """Training progress of a rank when it was interrupted, or stopped for others to join or leave."""
 
     step: int
     is_clean: bool

@@ -59,7 +59,7 @@ _NO_GROUP = GroupStatus(name="", ranks="", number=-1)
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a rank is doing: its state, the awaited collective, step and hook, and its process groups."""
+    """Present state of a rank: the awaited collective, step and hook, and its process groups."""
 
     rank: int
     state: State

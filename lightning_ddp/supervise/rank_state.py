@@ -34,7 +34,7 @@ _UNINTERRUPTED = _STOPPED | {RankPhase.FINISHED, RankPhase.FAILED, RankPhase.END
 
 
 class Passage(Enum):
-    """What a rank is to do at a step boundary: pass, wait, stop for ranks that join or leave, or end."""
+    """Task of a rank at a step boundary: pass, wait, stop for ranks that join or leave, or end."""
 
     GO = auto()  # it passes
     WAIT = auto()  # it waits for the next order

@@ -81,7 +81,7 @@ class ReplicaComparison:
         return self._question.deadline if self._question is not None else None
 
     def due(self, now: float) -> Difference | None:
-        """Return how replicas differ, or None, once all answered or time is up; drop the differing ranks."""
+        """Return a difference once all answered or time is up, else None; leave its ranks out after that."""
         question = self._question
         if question is None or (now < question.deadline and len(question.answers) < len(self._ranks)):
             return None

@@ -138,7 +138,7 @@ def _measure(args: argparse.Namespace) -> Result:
 
 
 class Calibration(NamedTuple):
-    """What two ranks on this machine measured: steps without communication, their link, costs of hooks."""
+    """Measurements of two ranks on this machine: steps without communication, their link, costs of hooks."""
 
     profile: StepProfile
     link: Link
