@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import available_averagers, build_averager
 from lightning_ddp.comm.call import run
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.subgroups import sub_group
+from lightning_ddp.comm.group import Group, sub_group
 from lightning_ddp.errors import CollectiveError
 from lightning_ddp.hooks import available_hooks, build_hook
 

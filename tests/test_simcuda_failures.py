@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp import CustomDDPStrategy
-from lightning_ddp.comm import Group, sub_group
-from lightning_ddp.comm.subgroups import sibling_group
+from lightning_ddp.comm import Group, sibling_group, sub_group
 from lightning_ddp.errors import CollectiveError
 
 TIMEOUT_S = 6.0

@@ -15,8 +15,7 @@ import torch
 
 from lightning_ddp.averaging.base import Averager, AveragerOptions, Track
 from lightning_ddp.catalogue import hook_name
-from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.subgroups import part_group
+from lightning_ddp.comm.group import Group, part_group
 from lightning_ddp.encoding.mean import Wire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, require

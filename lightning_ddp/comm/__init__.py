@@ -14,9 +14,8 @@ from lightning_ddp.comm.collectives import (
     reduce,
     reduce_op,
 )
-from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.group import Group, part_group, sibling_group, sub_group
 from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested
-from lightning_ddp.comm.subgroups import part_group, sibling_group, sub_group
 
 __all__ = [
     "Group",
