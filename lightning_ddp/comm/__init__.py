@@ -8,14 +8,15 @@ from lightning_ddp.comm.barrier import barrier, monitored_barrier
 from lightning_ddp.comm.call import run
 from lightning_ddp.comm.collectives import (
     all_gather,
+    all_gather_objects,
     all_reduce,
     all_reduce_coalesced,
     broadcast,
+    broadcast_nested,
     reduce,
     reduce_op,
 )
 from lightning_ddp.comm.group import Group, part_group, sibling_group, sub_group
-from lightning_ddp.comm.objects import all_gather_objects, broadcast_nested
 
 __all__ = [
     "Group",

@@ -1,4 +1,4 @@
-"""Collectives of tensors: broadcast, all_gather, all_reduce, reduce.
+"""Collectives of tensors: broadcast, all_gather, all_reduce, reduce; and of Python objects.
 
 All ranks of the group must call these functions in the same order. Tensors may have any dtype: complex
 numbers are sent as pairs, and dtypes that a backend does not support (bool, int16 ...) as bytes.
@@ -6,12 +6,18 @@ numbers are sent as pairs, and dtypes that a backend does not support (bool, int
 Reductions: bool is reduced by logical or (sum, max) or logical and (product, min). Integers of 16 bits are
 reduced as 32 bits. Complex numbers support sum and mean only. The mean of integers is computed in floating
 point and written back as integers, as in Lightning.
+
+Objects must be picklable; they are unpickled by the receivers, so the ranks have to trust each other. Their
+`device` is that of the tensors of the exchange, as the backend needs it; for `timeout`, `label` and errors
+see `all_reduce`.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,6 +45,11 @@ _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32}
 CHUNK_BYTES = 25 * 2**20
 """Largest number of bytes of small tensors that are copied together into one collective."""
 _IN_PLACE_BYTES = 2**20
+_PACKET_BYTES, _GATHERED_PACKET_BYTES = 4096, 1024
+"""Sizes of the first packet of an object that is broadcast, and of each that is gathered."""
+_HEADER_BYTES = 8
+_INLINE_BYTES = 1024
+"""Size from which a tensor inside an object is sent as a tensor."""
 S = TypeVar("S", bound=torch.Tensor)
 
 
@@ -297,3 +308,160 @@ def reduce(
     begin = partial(group.process_group.reduce, [real], options)
     call.wait(call.start(lambda: group.start(f"reduce to {dst}", (real,), begin, label=label)))
     return _write_back(tensor, sent, op, group.size) if is_root else tensor
+
+
+# ---------------------------------------------------------------------- Python objects
+
+
+def all_gather_objects(
+    group: Group,
+    obj: Any,
+    device: torch.device,
+    *,
+    timeout: Timeout = None,
+    label: str = "all_gather_objects",
+) -> list[Any]:
+    """Return the objects of all ranks, in rank order.
+
+    Pickled; one collective up to 1 KiB on all ranks, two above.
+
+    Collective: all ranks must call it.
+    """
+    call = Call(group, device, label, timeout)
+
+    def gather(data: bytes) -> list[bytes]:
+        return [_to_bytes(group, row) for row in gathered_by(call, _to_tensor(data, device)).unbind(0)]
+
+    payloads = _exchanged(pickle.dumps(obj), _GATHERED_PACKET_BYTES, gather)
+    return [pickle.loads(payload) for payload in payloads]
+
+
+def broadcast_nested(
+    group: Group,
+    value: Any,
+    src: int,
+    device: torch.device,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    timeout: Timeout = None,
+    label: str = "broadcast_nested",
+) -> Any:
+    """Return the object of group rank `src`, with its tensors sent as tensors.
+
+    Tensors may be anywhere in the object: in dicts, lists, tuples, named tuples, dataclasses, own classes.
+    Structure, dtype, shape, `requires_grad` and the identity of tensors that occur several times are
+    preserved. Other ranks get new, contiguous memory, on the CPU for CPU tensors and otherwise on their
+    `device`. Different tensors that share memory do not share it on other ranks. Small CPU tensors and
+    special tensors (parameters and other subclasses, sparse, quantized) are pickled with the rest.
+
+    One collective for the pickle up to 4 KiB, two above; then one for each chunk of tensors of one dtype.
+
+    Collective: all ranks must call it.
+
+    Args:
+        value: picklable object; ignored on other ranks than `src`.
+        chunk_bytes: largest number of bytes copied together; a larger tensor is a chunk of its own.
+
+    Returns:
+        On `src` the object itself, on other ranks its copy.
+    """
+    call = Call(group, device, label, timeout)
+    check_rank(group, src, "broadcast from")
+
+    def send(data: bytes) -> list[bytes]:
+        tensor = _to_tensor(data, device)
+        call.wait(_start_broadcast(call, tensor, src))
+        return [_to_bytes(group, tensor)]
+
+    if group.rank == src:
+        skeleton = io.BytesIO()
+        pickler = _TakingApart(skeleton)
+        pickler.dump(value)
+        tensors = pickler.tensors
+        kinds = [(t.dtype, tuple(t.shape), t.device.type == "cpu", t.requires_grad) for t in tensors]
+        _exchanged(pickle.dumps((skeleton.getvalue(), kinds)), _PACKET_BYTES, send)
+        contents = [t.detach().to(device).contiguous() for t in tensors]
+        _broadcast_tensors(call, contents, src, chunk_bytes)
+        return value
+    (payload,) = _exchanged(b"", _PACKET_BYTES, send)
+    pickled, kinds = pickle.loads(payload)
+    contents = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape, _, _ in kinds]
+    _broadcast_tensors(call, contents, src, chunk_bytes)
+    received = [
+        (tensor.cpu() if is_cpu else tensor).requires_grad_(requires_grad)
+        for tensor, (_, _, is_cpu, requires_grad) in zip(contents, kinds, strict=True)
+    ]
+    assembler = _Assembler(io.BytesIO(pickled))
+    assembler.tensors = received
+    return assembler.load()
+
+
+class _TakingApart(pickle.Pickler):
+    """Pickler that collects the tensors worth a collective, and stores their numbers instead."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not torch.Tensor or obj.layout != torch.strided or obj.is_quantized:
+            return None
+        if obj.is_meta or (obj.is_cpu and obj.nbytes < _INLINE_BYTES):
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._numbers[id(obj)]
+
+
+class _Assembler(pickle.Unpickler):
+    tensors: Sequence[torch.Tensor] = ()
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self.tensors[number]
+
+
+def _exchanged(payload: bytes, packet_bytes: int, exchange: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Return the payloads that `exchange` brings, in one call if all fit into a packet, otherwise in two.
+
+    All ranks give it equally many bytes: first the length of the payload with its beginning, then the rest.
+    """
+    inline = packet_bytes - _HEADER_BYTES
+    header = len(payload).to_bytes(_HEADER_BYTES, "little")
+    packets = exchange(header + payload[:inline].ljust(inline, b"\0"))
+    lengths = [int.from_bytes(packet[:_HEADER_BYTES], "little") for packet in packets]
+    rest = max(lengths) - inline
+    if rest > 0:
+        rests = exchange(payload[inline:].ljust(rest, b"\0"))
+        packets = [packet + more for packet, more in zip(packets, rests, strict=True)]
+    return [
+        packet[_HEADER_BYTES : _HEADER_BYTES + length]
+        for packet, length in zip(packets, lengths, strict=True)
+    ]
+
+
+def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, chunk_bytes: int) -> None:
+    """Broadcast contiguous tensors on the call's device; start all chunks before the first wait."""
+    under_way = []
+    for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
+        flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
+        under_way.append((_start_broadcast(call, flat, src), flat, chunk))
+    for work, flat, chunk in under_way:
+        call.wait(work)
+        if len(chunk) > 1 and call.group.rank != src:
+            unpack(flat, chunk)
+
+
+def _start_broadcast(call: Call, tensor: torch.Tensor, src: int) -> Any:
+    return call.start(lambda: call.group.broadcast(tensor, src, label=call.label))
+
+
+def _to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _to_bytes(group: Group, tensor: torch.Tensor) -> bytes:
+    group.wait_device(tensor.device)
+    data: bytes = tensor.cpu().numpy().tobytes()
+    return data

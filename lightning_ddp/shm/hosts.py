@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 import torch
 
+from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.errors import ConfigurationError, one_of
 from lightning_ddp.shm.arena import are_semaphores_available
 

@@ -22,8 +22,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import SLICE_S, Group, sub_group
-from lightning_ddp.comm.objects import all_gather_objects
 from lightning_ddp.shm.arena import Arena, OwnArena, Semaphore, birth_of, open_arena
 from lightning_ddp.shm.hosts import Hosts, find_hosts, give_up
 
