@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import on_ranks, run_script
 
-from lightning_ddp.comm import exit as parting
+from lightning_ddp.comm import teardown as parting
 from lightning_ddp.comm.group import Group
 
 

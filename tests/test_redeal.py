@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from lightning_ddp import CustomDDPStrategy
-from lightning_ddp.comm.abort import abort_groups, remember_connections
+from lightning_ddp.comm.teardown import abort_groups, remember_connections
 from lightning_ddp.elastic.redeal import DealtSampler
 from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.elastic.undo import RandomStates, put_scale

@@ -18,8 +18,8 @@ from simcuda import build
 from torch import nn
 
 from lightning_ddp.comm import Group, part_group, sub_group
-from lightning_ddp.comm.abort import abort_groups, destroy_groups, wait_for_aborts
 from lightning_ddp.comm.nccl import allocate
+from lightning_ddp.comm.teardown import abort_groups, destroy_groups, wait_for_aborts
 from lightning_ddp.launch.rendezvous import join_default_group
 
 pytestmark = pytest.mark.xdist_group("simulated ranks")

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm.call import Call, Timeout, check_rank
-from lightning_ddp.comm.exit import note_sent
 from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.teardown import note_sent
 from lightning_ddp.errors import ConfigurationError, one_of
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

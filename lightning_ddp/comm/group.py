@@ -33,10 +33,9 @@ from lightning_ddp._torch import (
     timeout_of,
     without_engine_context,
 )
-from lightning_ddp.comm.abort import remember_connections
 from lightning_ddp.comm.activity import Entry, Interrupt, Lane, Waiting
-from lightning_ddp.comm.exit import note_sent
 from lightning_ddp.comm.nccl import error_of, is_nccl, memory_problem, needs_device
+from lightning_ddp.comm.teardown import note_sent, remember_connections
 from lightning_ddp.errors import CollectiveError, ConfigurationError
 
 T = TypeVar("T")

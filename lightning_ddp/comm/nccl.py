@@ -4,7 +4,7 @@ torch 2.14 has a second one, `nccl2`, behind TORCH_DIST_USE_NCCL2=1. Since torch
 and the first one, behind TORCH_DIST_USE_NCCL2=0, is called `nccl-legacy`. What both have in common:
 
 * After an abort nothing is destroyed: all ranks abort all communicators, each in a thread, and torch forgets
-  the groups (`abort.destroy_groups`). NCCL 2.31 waits in a destroy for ranks that have aborted.
+  the groups (`teardown.destroy_groups`). NCCL 2.31 waits in a destroy for ranks that have aborted.
 * Collectives after an abort raise.
 * `WATCHDOG_VARIABLES` keep the watchdog from ending a process whose peer is gone.
 """

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ddp._torch import backend_of, count_groups_anew, set_timeout
-from lightning_ddp.comm.abort import (
+from lightning_ddp.comm.group import InThread
+from lightning_ddp.comm.teardown import (
     abort_groups,
     destroy_groups,
     remember_connections,
     retire_groups,
     wait_for_aborts,
 )
-from lightning_ddp.comm.group import InThread
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.interface import backend_names

@@ -17,11 +17,10 @@ from enum import Enum, auto
 from typing import Any
 
 from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
-from lightning_ddp.comm.abort import abort_groups, explain_retired
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.device_watch import DeviceWatch
-from lightning_ddp.comm.exit import before_gloo_ends_the_process
 from lightning_ddp.comm.nccl import WATCHDOG_VARIABLES
+from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import lightning_ddp.shm.shared_memory  # noqa: F401 (its exit handler has to run after that of this module)
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp._torch import default_store, known_groups, never_destroy
-from lightning_ddp.comm.abort import destroy_groups, remember_connections
+from lightning_ddp.comm.teardown import destroy_groups, remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.hydra_jobs.agreement import share_job
 from lightning_ddp.hydra_jobs.jobs import jobs, restore

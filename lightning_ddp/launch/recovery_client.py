@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from lightning_ddp.comm.abort import abort_groups
 from lightning_ddp.comm.activity import Interrupt
+from lightning_ddp.comm.teardown import abort_groups
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
 from lightning_ddp._torch import never_destroy
-from lightning_ddp.comm.abort import destroy_groups, remember_connections
 from lightning_ddp.comm.barrier import store_of_attempt
+from lightning_ddp.comm.teardown import destroy_groups, remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError, one_of
 from lightning_ddp.launch.interface import (
     backend_names,

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.comm.abort import abort_groups, destroy_groups, retire_groups, wait_for_aborts
 from lightning_ddp.comm.group import Group, sibling_group
+from lightning_ddp.comm.teardown import abort_groups, destroy_groups, retire_groups, wait_for_aborts
 from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.tools.doctor.machine import within
 from lightning_ddp.tools.doctor.trials import Ranks, Verdict, store_verdict
