@@ -22,8 +22,6 @@ from lightning_ddp.errors import CollectiveError
 
 _LOOK_S = 0.2
 """Seconds between two polls of the device."""
-_IDLE_LOOKS = 50
-"""Number of polls without work after which the thread stops; the next step starts another thread."""
 _CAPTURE_OF_THIS_THREAD = 1  # cudaStreamCaptureModeThreadLocal
 
 
@@ -48,8 +46,8 @@ def _record(event: Any | None, device: torch.device) -> Any:
 class DeviceWatch:
     """Thread that checks that queued device work runs within the deadline, and explains why if not.
 
-    The supervisor of the interrupt makes the error of a step that passes its deadline. `on_failure` is called
-    once, in the watching thread, with the error.
+    The first step starts it, and `close` ends it. The supervisor of the interrupt makes the error of a step
+    that passes its deadline. `on_failure` is called once, in the watching thread, with the error.
     """
 
     def __init__(self, interrupt: Interrupt, on_failure: Callable[[BaseException], None]) -> None:
@@ -59,7 +57,7 @@ class DeviceWatch:
         self._latest: _Queued | None = None
         self._watched: _Queued | None = None
         self._spare: list[Any] = []  # reused, because destroying an event may wait for a lock of CUDA
-        self._is_running = False
+        self._has_begun = False
         self._is_closed = threading.Event()
 
     def expect(
@@ -84,8 +82,8 @@ class DeviceWatch:
             if self._latest is not None:  # of an earlier step: the new event completes after it
                 self._spare.append(self._latest.event)
             self._latest = queued
-            was_running, self._is_running = self._is_running, True
-        if not was_running:
+            had_begun, self._has_begun = self._has_begun, True
+        if not had_begun:
             threading.Thread(target=self._run, daemon=True, name="lightning_ddp device watch").start()
 
     def forget(self) -> None:
@@ -101,15 +99,10 @@ class DeviceWatch:
 
     def _run(self) -> None:
         _let_others_capture()
-        num_idle = 0
         while not self._is_closed.wait(_LOOK_S):
             queued = self._next()
             if queued is None:
-                num_idle += 1
-                if num_idle >= _IDLE_LOOKS and self._may_end():
-                    return
                 continue
-            num_idle = 0
             try:
                 if self._has_run(queued):
                     self._release(queued)
@@ -135,11 +128,6 @@ class DeviceWatch:
         if activity.on_device is not None:
             activity.on_device = None
             activity.advance()
-
-    def _may_end(self) -> bool:
-        with self._lock:
-            self._is_running = self._latest is not None
-            return not self._is_running
 
     def _has_run(self, queued: _Queued) -> bool:
         """Return True if the queued work has run; raise errors of NCCL, the deadline and `on_slice`."""
