@@ -86,7 +86,7 @@ def _named_classes(base: type) -> Iterator[Any]:
 def hook_name(hook: Any) -> str:
     """Return the display name of a hook: its own name, or that of the function.
 
-    >>> from lightning_ddp.hooks.sign import Sign
+    >>> from lightning_ddp.hooks.momentum import Sign
     >>> hook_name(Sign.__new__(Sign)), hook_name(functools.partial(print, end=""))
     ('sign', 'print')
     """

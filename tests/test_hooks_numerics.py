@@ -14,7 +14,7 @@ import torch
 from given_gradients import SHAPES, Grads, mean, random_grads, reduce_steps
 from torch import Tensor
 
-from lightning_ddp.hooks.sign import pack_signs, unpack_signs
+from lightning_ddp.hooks.momentum import pack_signs, unpack_signs
 
 WORLD_SIZES = [2, 3]
 NUM_STEPS = 6

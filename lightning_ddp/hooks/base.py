@@ -1,4 +1,4 @@
-"""Base classes of communication hooks: one job per bucket, state by parameter name, momentum."""
+"""Base classes of communication hooks: one job per bucket, state by parameter name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ddp._torch import foreach_add_
 from lightning_ddp.comm.group import uploaded
 from lightning_ddp.encoding.mean import Codec, Wire
 from lightning_ddp.encoding.side_stream import Channel
-from lightning_ddp.errors import ConfigurationError, require
+from lightning_ddp.errors import ConfigurationError
 
 STATE_FORMAT = 1
 """Version of the dictionary that `Hook.state_dict` returns."""
@@ -362,61 +362,6 @@ class StatefulHook(Hook):
         if changed:
             notes.append(f"hook {self.name!r} was saved with other options: {changed}")
         return notes
-
-
-@dataclass(frozen=True, kw_only=True)
-class MomentumOptions(HookOptions):
-    """Options of hooks that can apply momentum."""
-
-    momentum: float = 0.0
-    """Factor of the velocity that this hook keeps before compression; 0 for plain residuals, with any
-    optimizer. If above 0, set this to the momentum of the optimizer, and that momentum to 0."""
-    nesterov: bool = False
-    """If True, use Nesterov momentum for the velocity."""
-    start_step: int = 0
-    """Number of synchronized backward passes with the plain mean before compression starts."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.momentum < 1, f"momentum={self.momentum}: expected from 0 and below 1")
-        require(not self.nesterov or self.momentum > 0, "nesterov=True needs a momentum above 0")
-        require(self.start_step >= 0, f"start_step={self.start_step}: expected 0 or more")
-
-
-class MomentumHook(StatefulHook):
-    """A hook that replaces the gradient g by a velocity u = m u + g before it compresses.
-
-    Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.1, and Zheng, Huang and Kwok,
-    "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019,
-    algorithm 2. Subclasses implement `compress`.
-    """
-
-    Options = MomentumOptions
-    options: MomentumOptions
-
-    def reduce(self, part: Part) -> torch.Tensor:
-        velocity = self._add_momentum(part) if self.options.momentum else None
-        if self.step < self.options.start_step:
-            return self.check_finite(self.wire.mean(part.flat))
-        self.add_errors(part)
-        return self.compress(part, velocity)
-
-    def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Return the mean of `part.flat`, residuals included, sent compressed; may change the velocity."""
-        raise NotImplementedError
-
-    def _add_momentum(self, part: Part) -> torch.Tensor:
-        """Replace the flat gradient by its velocity (or Nesterov's sum); store and return the velocity."""
-        momentum, velocity = self.options.momentum, part.flat.clone()
-        for name, piece in part.present_slices(velocity):
-            before = self.recall(name, "velocity", piece.numel())
-            if before is not None:
-                piece.add_(before, alpha=momentum)
-        if self.options.nesterov:
-            part.flat.add_(velocity, alpha=momentum)
-        else:
-            part.flat.copy_(velocity)
-        self.remember_slices(part, "velocity", velocity)
-        return velocity
 
 
 def _copied(

@@ -162,11 +162,7 @@ def build_hook(
     """
     plan = spec if isinstance(spec, HookPlan) else parse_hook(spec)
     group = process_group if isinstance(process_group, Group) else Group(process_group)
-    return make_hook(plan, Channel(group, device or torch.device("cpu")))
-
-
-def make_hook(plan: HookPlan, channel: Channel) -> Hook:
-    """Return the hook of a plan on an existing channel; an outer hook encodes what the inner one sends."""
+    channel = Channel(group, device or torch.device("cpu"))
     (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
     wire = Wire(channel)
     if _HOOKS[encoder].encodes:
