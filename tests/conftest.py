@@ -66,7 +66,10 @@ _FIRST_TIER_WITH_NCCL2 = (
     "test_simcuda_trainer.py::test_a_rank_that_is_late_is_named_when_the_deadline_passes[nccl2-hang]",
     "test_simcuda_trainer.py::test_what_is_trained_and_validated_equals_lightnings_ddp[nccl2-16-mixed]",
 )
-"""Ends of the names of tests on simulated devices with the second implementation; the second tier has all."""
+"""Ends of the names of tests on simulated devices with the second implementation.
+
+The second tier has all that the first one has with the first implementation, `--exhaustive` has the others.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -81,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         item.add_marker(pytest.mark.xdist_group("simulated nccl2"), append=False)  # on the other worker
         if not item.nodeid.endswith(_FIRST_TIER_WITH_NCCL2):
-            item.add_marker("slow")
+            item.add_marker("exhaustive" if item.get_closest_marker("slow") else "slow")
     if config.getoption("--exhaustive"):
         return
     kinds = ("exhaustive",) if config.getoption("--slow") else ("exhaustive", "slow")

@@ -76,7 +76,6 @@ class Scenario:
 
 OPTIONS = {
     "defaults": Scenario(),
-    "views": Scenario(options={"gradient_as_bucket_view": True}),
     "no_views": Scenario(options={"gradient_as_bucket_view": False}),
     "find_unused_parameters": Scenario(network="unused", options={"find_unused_parameters": True}),
     "static_graph": Scenario(network="unused", options={"static_graph": True}),
@@ -138,15 +137,21 @@ SCENARIOS = {
     ),
 }
 
+COMBINABLE = {
+    name: scenario
+    for name, scenario in SCENARIOS.items()
+    # averagers train inside `no_sync`, without buckets; a hook of torch's is handled as one of ours
+    if scenario.averager is None and scenario.torch_hook is None
+}
 COMBINED = {
     **{
         f"{name}, no_views": replace(scenario, options={**scenario.options, "gradient_as_bucket_view": False})
-        for name, scenario in SCENARIOS.items()
-        if "gradient_as_bucket_view" not in scenario.options
+        for name, scenario in COMBINABLE.items()
+        if name != "no_views"
     },
     **{
         f"{name}, no_sync": replace(scenario, num_micro_batches=2, num_unsynchronised=1)
-        for name, scenario in SCENARIOS.items()
+        for name, scenario in COMBINABLE.items()
         # torch's class does not get over a static graph that begins in `no_sync`
         if scenario.num_micro_batches == 1 and not scenario.is_uneven and name != "static_graph"
     },
