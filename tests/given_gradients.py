@@ -15,6 +15,9 @@ from lightning_ddp.hooks import Hook, build_hook
 SHAPES = {"first": (24, 20), "bias": (9,), "second": (3, 16, 4), "third": (30, 12)}
 """Parameters of the model: two matrices, a vector, and a tensor of three dimensions."""
 
+ONE_EACH_MB = 1e-5
+"""The bucket size at which each parameter is in a bucket of its own."""
+
 Grads = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -36,6 +39,11 @@ def random_grads(rank: int, step: int, shapes: Shapes = SHAPES) -> Grads:
     """Gradients that are different for every rank, step and element."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def inputs_of(world_size: int, num_steps: int = 6, shapes: Shapes = SHAPES) -> list[list[Grads]]:
+    """Random gradients of all ranks and steps."""
+    return [[random_grads(rank, step, shapes) for step in range(num_steps)] for rank in range(world_size)]
 
 
 class Run:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from given_gradients import SHAPES, Grads, Run, mean, random_grads, reduce_steps
+from given_gradients import ONE_EACH_MB, SHAPES, Grads, Run, inputs_of, mean, random_grads, reduce_steps
 from harness import on_ranks, run_ranks, run_threads
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
@@ -22,7 +22,6 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import available_hooks, build_hook, catalogue, parse_hook, register_hook
 from lightning_ddp.tools.models import build_workload
 
-ONE_EACH_MB = 1e-5
 POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}
 REMEMBERING = [
     POWERSGD,
@@ -33,10 +32,6 @@ REMEMBERING = [
     ["bf16", {"name": "topk", "ratio": 0.05}],
 ]
 remembering = pytest.mark.parametrize("spec", REMEMBERING, ids=str)
-
-
-def inputs_of(num_steps: int, world_size: int = 2) -> list[list[Grads]]:
-    return [[random_grads(rank, step) for step in range(num_steps)] for rank in range(world_size)]
 
 
 def assert_same(found: Grads, expected: Grads) -> None:
@@ -131,7 +126,7 @@ def test_a_specification_that_cannot_be_used_says_why(spec, message):
 @pytest.mark.parametrize("cap_mb", [25, 0.001], ids=["1 bucket", "3 buckets"])
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, cap_mb):
     """Also over the rebuild of the buckets, which the second process does once more."""
-    inputs = inputs_of(8)
+    inputs = inputs_of(2, 8)
     undisturbed = reduce_steps(spec, inputs, cap_mb=cap_mb)
 
     def rank_main(rank, world_size, group):
@@ -152,7 +147,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(spec, cap_mb):
 @remembering
 @pytest.mark.parametrize("ends", ["undone", "by another rank"])
 def test_a_step_may_be_undone_or_ended_by_what_another_rank_knows_of_it(spec, ends):
-    inputs = inputs_of(6)
+    inputs = inputs_of(2, 6)
     undisturbed = reduce_steps(spec, inputs, cap_mb=ONE_EACH_MB)
     states = [{}, {}]
 
@@ -184,7 +179,7 @@ def test_a_step_may_be_undone_or_ended_by_what_another_rank_knows_of_it(spec, en
 
 def test_batched_factors_begin_anew_in_another_layout_and_the_residual_stays():
     spec = POWERSGD | {"batched": True}
-    inputs = inputs_of(4)
+    inputs = inputs_of(2, 4)
 
     def rank_main(rank, world_size, group):
         first = Run(group, spec, cap_mb=25)
@@ -228,7 +223,7 @@ def test_loading_says_what_it_cannot_keep(rank, group):
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_step_that_overflows_on_one_rank_leaves_no_trace(spec, value):
     """Other buckets of that step were finite and on their way: their state must not change either."""
-    inputs = inputs_of(6)
+    inputs = inputs_of(2, 6)
     undisturbed = reduce_steps(spec, inputs, cap_mb=ONE_EACH_MB)
     disturbed = [list(steps) for steps in inputs]
     for rank in range(2):
@@ -246,7 +241,7 @@ def test_a_step_that_overflows_on_one_rank_leaves_no_trace(spec, value):
 @remembering
 def test_what_the_host_learns_after_a_step_comes_to_the_same(spec):
     """As on CUDA, where neither the loss scale nor what is finite is known on the host in time."""
-    inputs = inputs_of(7)
+    inputs = inputs_of(2, 7)
     inputs[1][3]["second"][1, 2, 3] = math.nan
     if "batched" not in str(spec):  # its factors belong to all parameters of a bucket
         for rank, step, name in ((0, 2, "second"), (1, 2, "second"), (1, 5, "third")):
@@ -268,7 +263,7 @@ def test_what_the_host_learns_after_a_step_comes_to_the_same(spec):
 
 @remembering
 def test_the_loss_scale_may_change(spec):
-    inputs = inputs_of(6)
+    inputs = inputs_of(2, 6)
     scales = [1.0, 1.0, 256.0, 512.0, 512.0, 8.0]
     plain = reduce_steps(spec, inputs)
 
@@ -287,7 +282,7 @@ def test_the_loss_scale_may_change(spec):
 def test_an_overflow_on_the_wire_is_one_on_all_ranks_and_leaves_no_trace():
     """Finite in float32, infinite in float16."""
     spec = ["fp16", {"name": "topk", "ratio": 0.05}]
-    inputs = inputs_of(3)
+    inputs = inputs_of(2, 3)
     inputs[1][1]["first"][0, 0] = 1e6
     answers = reduce_steps(spec, inputs, finish=lambda run: (run.hook.step, run.state()["first"]))
     for outputs, (step, residual) in answers:
@@ -322,7 +317,7 @@ def test_float64_stays_float64():
 
 @remembering
 def test_accumulated_gradients_are_compressed_once_a_step(spec):
-    inputs = inputs_of(6)
+    inputs = inputs_of(2, 6)
     summed = [
         [{n: a[n] + b[n] for n in SHAPES} for a, b in zip(steps[::2], steps[1::2], strict=True)]
         for steps in inputs
@@ -350,7 +345,7 @@ def test_accumulated_gradients_are_compressed_once_a_step(spec):
 def test_a_parameter_that_no_rank_used_keeps_its_state(spec, cap_mb):
     if "batched" in str(spec):
         pytest.skip("its factors belong to all parameters of a bucket: see the test of its layouts")
-    inputs = inputs_of(6)
+    inputs = inputs_of(2, 6)
     for rank in range(2):
         for step in (2, 4):
             del inputs[rank][step]["second"]
@@ -372,7 +367,7 @@ def test_a_parameter_that_no_rank_used_keeps_its_state(spec, cap_mb):
 
 @remembering
 def test_a_parameter_that_one_rank_used_counts_as_zero_on_the_other(spec):
-    inputs = inputs_of(6)
+    inputs = inputs_of(2, 6)
     filled = [list(steps) for steps in inputs]
     for step in (2, 3):
         inputs[1][step] = {n: g for n, g in inputs[1][step].items() if n != "second"}
@@ -411,8 +406,7 @@ def bytes_of(run):
     ids=str,
 )
 def test_bytes_sent_in_a_step_as_part_of_uncompressed_float32(spec, limit):
-    inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(2)]
-
+    inputs = inputs_of(2, 1, TRANSFORMER)
     full = reduce_steps("allreduce", inputs, shapes=TRANSFORMER, finish=bytes_of)[0][1]
     assert full == 4 * sum(math.prod(shape) for shape in TRANSFORMER.values()), "2 (N-1)/N x size"
     sent = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=bytes_of)[0][1]
@@ -431,7 +425,7 @@ def test_one_rank_alone_decodes_what_it_has_encoded(codec, numel):
 def test_traffic_does_not_grow_with_the_world_size(spec):
     sent = {}
     for world_size in (2, 4):
-        inputs = [[random_grads(rank, 0, TRANSFORMER)] for rank in range(world_size)]
+        inputs = inputs_of(world_size, 1, TRANSFORMER)
         answers = reduce_steps(spec, inputs, shapes=TRANSFORMER, finish=bytes_of)
         sent[world_size] = answers[0][1] / (2 * (world_size - 1) / world_size)
     assert sent[4] == pytest.approx(sent[2], rel=0.02)
@@ -443,7 +437,7 @@ def test_traffic_does_not_grow_with_the_world_size(spec):
 def test_many_buckets_of_two_collectives_each_do_not_deadlock():
     shapes = {f"p{i:02}": (12, 10) for i in range(40)}
     spec = {"name": "powersgd", "rank": 1, "start_step": 0, "min_compression": 1}
-    inputs = [[random_grads(rank, step, shapes) for step in range(3)] for rank in range(3)]
+    inputs = inputs_of(3, 3, shapes)
     answers = reduce_steps(
         spec, inputs, shapes=shapes, cap_mb=ONE_EACH_MB, finish=lambda run: len(run.model.reducer.buckets)
     )
@@ -466,7 +460,7 @@ def reduce_on_a_bare_group(rank, world_size, folder, inputs):
 
 
 def test_on_a_group_without_a_store_the_engine_and_a_hook_keep_one_order(tmp_path):
-    inputs = inputs_of(20, 3)
+    inputs = inputs_of(3, 20)
     answers = run_ranks(reduce_on_a_bare_group, 3, str(tmp_path), inputs, process_group=False)
     expected = reduce_steps("sign", inputs, cap_mb=ONE_EACH_MB)
     assert_same_steps(answers, expected)

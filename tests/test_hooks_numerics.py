@@ -11,19 +11,13 @@ import math
 
 import pytest
 import torch
-from given_gradients import SHAPES, Grads, mean, random_grads, reduce_steps
+from given_gradients import ONE_EACH_MB, SHAPES, Grads, inputs_of, mean, reduce_steps
 from torch import Tensor
 
 from lightning_ddp.hooks.momentum import pack_signs, unpack_signs
 
 WORLD_SIZES = [2, 3]
-NUM_STEPS = 6
-ONE_EACH_MB = 1e-5
 pytestmark = pytest.mark.parametrize("world_size", WORLD_SIZES)
-
-
-def inputs_of(world_size: int, num_steps: int = NUM_STEPS) -> list[list[Grads]]:
-    return [[random_grads(rank, step) for step in range(num_steps)] for rank in range(world_size)]
 
 
 def assert_close(found: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:
@@ -248,7 +242,7 @@ def reference_dgc(inputs, *, ratios, momentum, nesterov):
 def test_topk_follows_the_paper(world_size, momentum, nesterov, cap_mb):
     inputs = inputs_of(world_size)
     spec = {"name": "topk", "ratio": 0.05, "momentum": momentum, "nesterov": nesterov}
-    expected, us, vs = reference_dgc(inputs, ratios=[0.05] * NUM_STEPS, momentum=momentum, nesterov=nesterov)
+    expected, us, vs = reference_dgc(inputs, ratios=[0.05] * 6, momentum=momentum, nesterov=nesterov)
     answers = reduce_steps(
         spec, inputs, finish=lambda run: (run.state(), run.state("velocity")), cap_mb=cap_mb
     )
