@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 from simcuda.build import CannotBuild, build
 from simcuda.ranks import SimulatedRanks
-from simcuda.ranks import simulated_ranks as serve_simulated_ranks
 
 # a loaded machine is no fault of a test
 hypothesis.settings.register_profile(
@@ -142,9 +141,9 @@ def simulated_cuda(compiled_cuda: Path, nccl: str) -> Path:
 @pytest.fixture(scope="session")
 def simulated_ranks(simulated_cuda: Path, nccl: str) -> Iterator[SimulatedRanks]:
     """Runs functions on ranks with simulated CUDA devices."""
-    variables = {"TORCH_DIST_USE_NCCL2": str(int(nccl == "nccl2"))}
-    with serve_simulated_ranks(simulated_cuda, variables) as server:
-        yield server
+    server = SimulatedRanks(simulated_cuda, {"TORCH_DIST_USE_NCCL2": str(int(nccl == "nccl2"))})
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

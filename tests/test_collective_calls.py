@@ -449,11 +449,3 @@ def test_labels_are_seen_in_the_profiler() -> None:
         "lightning_ddp::wait sum of mine",
         "lightning_ddp::wait monitored_barrier",
     }
-
-
-def test_public_names_of_the_collectives_are_the_ones_promised() -> None:
-    collectives = {"all_gather", "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "run"}
-    objects = {"all_gather_objects", "broadcast_nested"}
-    others = {"barrier", "monitored_barrier", "part_group", "reduce_op", "sibling_group", "sub_group"}
-    assert set(comm.__all__) == collectives | objects | others | {"Group", "Interrupt"}
-    assert all(hasattr(comm, name) for name in comm.__all__)

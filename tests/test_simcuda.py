@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import available_averagers, build_averager
 from lightning_ddp.comm.call import run
-from lightning_ddp.comm.group import Group, sub_group
-from lightning_ddp.errors import CollectiveError
+from lightning_ddp.comm.group import Group
 from lightning_ddp.hooks import available_hooks, build_hook
 
 # one worker, as each scenario is trained once and looked at by several tests
@@ -58,8 +57,7 @@ class Scenario:
     """How many of the micro-batches run inside `no_sync`."""
     num_batches: tuple[int, int] = (NUM_STEPS, NUM_STEPS)
     """Of each rank; where they differ, training is inside `join`."""
-    wraps_on: Literal["current", "side", "forgotten"] = "current"
-    """The stream on which the network is wrapped; nobody waits for one that is forgotten."""
+    is_wrapped_on_side_stream: bool = False
     evaluates: bool = False
     """Whether the model is evaluated and saved between steps."""
     group: Literal["default", "own", "pair"] = "default"
@@ -82,7 +80,7 @@ OPTIONS = {
     "no_sync": Scenario(num_micro_batches=2, num_unsynchronised=1),
     "accumulation": Scenario(num_micro_batches=2),
     "two_streams": Scenario(network="two_streams"),
-    "wrapped_on_a_side_stream": Scenario(wraps_on="side"),
+    "wrapped_on_a_side_stream": Scenario(is_wrapped_on_side_stream=True),
     "bf16": Scenario(autocast=torch.bfloat16),
     "fp16_overflow": Scenario(autocast=torch.float16),
     "sync_batch_norm": Scenario(network="sync_batch_norm"),
@@ -252,19 +250,16 @@ class Training:
         arguments = {"process_group": group, "bucket_cap_mb": 0.2, **scenario.options}
         if is_on_device:
             arguments["device_ids"] = [self.device]
-        if scenario.wraps_on == "current":
+        if not scenario.is_wrapped_on_side_stream:
             return wrapper(self.network, **arguments)
         with torch.no_grad():  # parameters made on the device, as in Lightning's `init_module`
             for parameter in self.network.parameters():
                 parameter.normal_(std=0.05)
         stream = torch.cuda.Stream()
-        is_joined = scenario.wraps_on == "side"
-        if is_joined:
-            stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             model = wrapper(self.network, **arguments)
-        if is_joined:
-            torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(stream)
         return model
 
     def _register_hook(self) -> None:
@@ -393,7 +388,7 @@ def found(simulated_ranks, nccl):
     @functools.cache
     def trained(name: str) -> list[Comparison]:
         if nccl == "nccl2" and "quantization" in name:
-            pytest.skip("see test_torchs_hook_of_quantization_needs_the_first_implementation")
+            pytest.skip("its callback takes one tensor of all ranks, where nccl2 has one of each rank")
         ranks = simulated_ranks.run(compare, SCENARIOS[name].world_size, name, timeout_s=120)
         for rank, comparison in enumerate(found := [rank.value for rank in ranks]):
             print(
@@ -438,51 +433,6 @@ def test_torchs_own_class_passes_the_same_checks(name, found):
     for comparison in found(name):
         for kind in simcuda.KINDS:
             check_allowed(name, kind, comparison.torch)
-
-
-def errors_of_quantization(rank: int, world_size: int) -> list[str]:
-    """Of torch's class and of ours."""
-    errors = []
-    for subject in ("torch", "ours"):
-        try:
-            Training(rank, SCENARIOS["torch's quantization_pertensor_hook"], subject).run()
-        except (IndexError, RuntimeError, CollectiveError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
-
-
-def test_torchs_hook_of_quantization_needs_the_first_implementation(simulated_ranks, nccl):
-    """Its callback takes one tensor of all ranks from a future, where `nccl2` has one of each rank."""
-    for rank in simulated_ranks.run(errors_of_quantization, 2):
-        print(rank.value)
-        assert len(rank.value) == (2 if nccl == "nccl2" else 0)
-
-
-def races_of_forgotten_stream(rank: int, world_size: int) -> list[int]:
-    """Of torch's class and of ours."""
-    scenario = Scenario(wraps_on="forgotten")
-    runs = [Training(rank, scenario, subject).run() for subject in ("torch", "ours")]
-    return [sum(report.kind == "race" for report in run.reports) for run in runs]
-
-
-def test_a_wrapper_made_on_a_stream_that_nobody_waits_for_is_reported(simulated_ranks):
-    for rank in simulated_ranks.run(races_of_forgotten_stream, 2):
-        print(rank.value)
-        assert min(rank.value) > 0
-
-
-def number_in_reversed_group(rank: int, world_size: int) -> int | None:
-    made = sub_group(Group(dist.group.WORLD), [2, 0], torch.device("cuda", torch.cuda.current_device()))
-    if made is None:
-        return None
-    total = torch.full((4,), float(rank), device="cuda")
-    made.wait(made.all_reduce(total), total.device)
-    assert total.tolist() == [2.0] * 4
-    return made.rank
-
-
-def test_a_sub_group_numbers_its_ranks_in_the_order_of_the_list(simulated_ranks):
-    assert [rank.value for rank in simulated_ranks.run(number_in_reversed_group, 3)] == [1, None, 0]
 
 
 def sums_by_run(rank: int, world_size: int) -> list[list[float]]:

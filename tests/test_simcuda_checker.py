@@ -14,7 +14,6 @@ import pytest
 import simcuda
 import torch
 import torch.distributed as dist
-from simcuda import build
 from torch import nn
 
 from lightning_ddp.comm import Group, part_group, sub_group
@@ -632,36 +631,6 @@ def test_watchdog_ends_the_process_or_cleans_up_only(simulated_ranks, variables,
     assert (left.status, left.exit_code) == (status, exit_code)
 
 
-# ---- operators
-
-
-def _normalise(rank, world_size):
-    """What SyncBatchNorm gives for this rank's rows, and BatchNorm on the CPU for all rows."""
-    rows = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(0))
-    results = []
-    for device, part in (("cuda", rows[:4] if rank == 0 else rows[4:]), ("cpu", rows)):
-        torch.manual_seed(1)
-        norm = nn.BatchNorm1d(3)
-        nn.init.normal_(norm.weight)
-        norm = nn.SyncBatchNorm.convert_sync_batchnorm(norm).to(device) if device == "cuda" else norm
-        x = part.to(device).requires_grad_()
-        y = norm(x)
-        y.pow(3).sum().backward()
-        results.append((y, x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
-    return results
-
-
-def test_sync_batch_norm_is_batch_norm_of_all_rows(simulated_ranks):
-    zero, one = (result.value for result in simulated_ranks.run(_normalise, 2))
-    whole = zero[1]
-    for of_zero, of_one, expected in zip(zero[0][:2], one[0][:2], whole[:2], strict=True):
-        torch.testing.assert_close(torch.cat([of_zero, of_one]), expected)
-    for of_zero, of_one, expected in zip(zero[0][2:4], one[0][2:4], whole[2:4], strict=True):
-        torch.testing.assert_close(of_zero + of_one, expected)
-    for of_zero, expected in zip(zero[0][4:], whole[4:], strict=True):
-        torch.testing.assert_close(of_zero, expected)
-
-
 # ---- what torch.cuda says of the devices
 
 
@@ -703,40 +672,3 @@ def _describe(rank, world_size):
 
 def test_torch_cuda_describes_the_devices(simulated_ranks):
     simulated_ranks.run(_describe, 1)
-
-
-# ---- the build
-
-
-def test_what_cannot_be_built_is_told(simulated_cuda, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(build.CannotBuild, match=r"is compiled with g\+\+, which is not there"):
-        build.build(tmp_path)
-    monkeypatch.setattr(build, "REQUIREMENTS", tmp_path / "requirements.txt")
-    build.REQUIREMENTS.write_text("torch==1.0.0\n")
-    with pytest.raises(build.CannotBuild, match=r"is written for torch 1\.0\.0, and this is 2"):
-        build.build(tmp_path)
-
-
-_COMPILER = """#!/bin/sh
-while [ "$1" != -o ]; do shift; done
-printf half > "$2"
-grep --no-messages --files-with-matches half {cache}/*.o >> {found}
-printf whole > "$2"
-"""
-
-
-def test_no_object_has_its_name_before_it_is_whole(tmp_path, monkeypatch):
-    cache, found, compiler = tmp_path / "cache", tmp_path / "found", tmp_path / "bin" / "g++"
-    compiler.parent.mkdir()
-    compiler.write_text(_COMPILER.format(cache=cache, found=found))
-    compiler.chmod(0o700)
-    monkeypatch.setenv("PATH", str(compiler.parent), prepend=os.pathsep)
-    monkeypatch.setattr(build, "_obstacle", lambda: None)
-    folder = build.build(cache)
-    assert found.read_text() == ""
-    assert [(path.name, path.read_text()) for path in sorted(folder.iterdir())] == [
-        ("libsimcuda.so", "whole"),
-        ("simnccl.so", "whole"),
-    ]
-    assert {path.suffix for path in cache.iterdir()} == {"", ".o"}

@@ -24,7 +24,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -149,16 +149,6 @@ class SimulatedRanks:
             self._process.kill()
             self._process.wait()
         self._output.close()
-
-
-@contextlib.contextmanager
-def simulated_ranks(build: Path, variables: Mapping[str, str]) -> Iterator[SimulatedRanks]:
-    """A server for the time of a `with`; its ranks have these environment variables."""
-    server = SimulatedRanks(build, variables)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 # ---- in the server and its ranks
