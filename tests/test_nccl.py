@@ -170,7 +170,6 @@ def _count_registered(rank: int, world_size: int, may_abort: bool) -> tuple[int,
 def test_the_buckets_of_a_wrapper_are_in_memory_of_the_backend(
     simulated_ranks, variables, may_abort, is_registered
 ):
-    for rank in simulated_ranks.run(_count_registered, 2, may_abort, variables=variables):
-        asked, num_parameters = rank.value
+    for asked, num_parameters in simulated_ranks.run(_count_registered, 2, may_abort, variables=variables):
         assert (asked >= num_parameters) == is_registered
         assert (asked > 0) == is_registered

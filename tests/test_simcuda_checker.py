@@ -380,7 +380,7 @@ def _observe(rank, world_size):
 @pytest.fixture(scope="module")
 def observed(simulated_ranks, nccl):
     (only,) = simulated_ranks.run(_observe, 1)
-    return only.value
+    return only
 
 
 @pytest.mark.parametrize("name", _CASES)
@@ -465,7 +465,7 @@ def test_every_collective_with_three_ranks(simulated_ranks):
     )
     ranks = simulated_ranks.run(_call_every_collective, 3, process_group=False)
     for rank, own in zip(ranks, of_each, strict=True):
-        assert rank.value == expected | own
+        assert rank == expected | own
 
 
 def _be_late(rank, world_size):
@@ -508,7 +508,7 @@ def _be_late(rank, world_size):
 
 
 def test_collective_of_a_late_rank_is_not_completed(simulated_ranks):
-    zero, one = (result.value for result in simulated_ranks.run(_be_late, 2))
+    zero, one = simulated_ranks.run(_be_late, 2)
     seen, at_the_end, result = zero
     waiting = {name for name in seen if f"{name} at the end" in seen}
     assert len(waiting) == 5
@@ -570,9 +570,7 @@ def _error_after_abort(rank, world_size):
 
 def test_the_implementations_differ_in_name_and_in_the_error_after_an_abort(simulated_ranks, nccl):
     after = "COMM_ERROR" if nccl == "nccl2" else "SUCCESS"
-    assert [rank.value for rank in simulated_ranks.run(_error_after_abort, 2)] == [
-        (nccl, "SUCCESS", after)
-    ] * 2
+    assert simulated_ranks.run(_error_after_abort, 2) == [(nccl, "SUCCESS", after)] * 2
 
 
 def _use_device_of_another_rank(rank, world_size):
@@ -604,8 +602,8 @@ def _nest_groups(rank, world_size):
 
 
 def test_groups_of_some_ranks_have_the_device_of_their_rank(simulated_ranks):
-    ranks = simulated_ranks.run(_nest_groups, 4, process_group=False)
-    assert [rank.value.tolist() for rank in ranks] == [[1.0] * 3] * 2 + [[5.0] * 3] * 2
+    totals = simulated_ranks.run(_nest_groups, 4, process_group=False)
+    assert [total.tolist() for total in totals] == [[1.0] * 3] * 2 + [[5.0] * 3] * 2
 
 
 def _leave_after_abort(rank, world_size):
@@ -619,7 +617,7 @@ def _leave_after_abort(rank, world_size):
 
 
 def test_groups_are_left_after_an_abort_without_being_destroyed(simulated_ranks):
-    assert [rank.value for rank in simulated_ranks.run(_leave_after_abort, 2)] == [(False, 64.0, [])] * 2
+    assert simulated_ranks.run(_leave_after_abort, 2) == [(False, 64.0, [])] * 2
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ def _try_on_device(rank: int, world_size: int) -> dict[str, str | None]:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("simcuda") is None, reason="needs the simulated CUDA device")
 def test_a_sound_engine_passes_on_simulated_devices(simulated_ranks):
-    for rank in simulated_ranks.run(_try_on_device, 2, timeout_s=3 * DEADLINE_S):
-        assert set(rank.value.values()) == {None}, rank.value
-        assert {"host waits", "hook topk", "averager diloco"} < rank.value.keys()
+    for found in simulated_ranks.run(_try_on_device, 2, timeout_s=3 * DEADLINE_S):
+        assert set(found.values()) == {None}, found
+        assert {"host waits", "hook topk", "averager diloco"} < found.keys()
 
 
 def _wait_in_a_hook(rank: int, world_size: int) -> str | None:
@@ -107,8 +107,8 @@ def _wait_in_a_hook(rank: int, world_size: int) -> str | None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("simcuda") is None, reason="needs the simulated CUDA device")
 def test_a_hook_that_makes_the_host_wait_is_found_on_simulated_devices(simulated_ranks):
-    for rank in simulated_ranks.run(_wait_in_a_hook, 2, timeout_s=DEADLINE_S):
-        assert "hook allreduce: 2 steady steps made the host wait for the device" in rank.value
+    for problem in simulated_ranks.run(_wait_in_a_hook, 2, timeout_s=DEADLINE_S):
+        assert "hook allreduce: 2 steady steps made the host wait for the device" in problem
 
 
 # ---------------------------------------------------------------------- planted defects

@@ -7,11 +7,11 @@ and forks the ranks. The fixture `simulated_ranks` is that server:
     def _train(rank, world_size, option):  # in a test module, as for `harness.run_ranks`
         net = Net().to("cuda")             # the current device is cuda:{rank}, the default group is NCCL's
         ...
+        assert simcuda.report == []        # what the checker found in this rank
         return loss, net.state_dict()      # whatever can be pickled; tensors arrive on the CPU
 
     def test_it(simulated_ranks):
-        first, second = simulated_ranks.run(_train, 2, "value of option")
-        assert first.reports == []
+        (loss, state), second = simulated_ranks.run(_train, 2, "value of option")
 
 A test's module is imported in pytest as well as in the server, so it must not touch a device when imported.
 """
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -39,15 +38,6 @@ _TESTS = Path(__file__).resolve().parents[1]
 _START_TIMEOUT_S = 240.0
 _ANSWER_GRACE_S = 60.0
 """How much later than the deadline of the ranks the server may answer: it collects stacks and kills."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedRank:
-    """What a rank returned, and what the checker found in it."""
-
-    value: Any
-    reports: list[simcuda.Report]
-    """All that was found, in order."""
 
 
 class SimulatedRanks:
@@ -75,7 +65,7 @@ class SimulatedRanks:
             self.close()
             raise
 
-    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[SimulatedRank]:
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
         """Runs `fn(rank, world_size, *args)` on each rank; results in rank order.
 
         Args:
@@ -103,7 +93,7 @@ class SimulatedRanks:
         variables: Mapping[str, str] | None = None,
         stop_on_failure: bool = False,
     ) -> list[Any]:
-        """As `run`, for ranks that may fail: one `RankOutcome` each, its value a `SimulatedRank`.
+        """As `run`, for ranks that may fail: one `RankOutcome` each.
 
         Args:
             timeout_s: after that the ranks are made to show their stacks and are killed.
@@ -205,10 +195,7 @@ def _run_rank(
     else:
         os.environ.update(_torchrun_environment(rank, world_size, port))
     value = fn(rank, world_size, *args)
-    found = list(simcuda.report)
-    return SimulatedRank(
-        value=tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value), reports=found
-    )
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 
 def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
