@@ -87,7 +87,6 @@ OPTIONS = {
     "uneven_inputs": Scenario(num_batches=(NUM_STEPS, 6)),
     "evaluation": Scenario(evaluates=True),
     "own_group": Scenario(group="own"),
-    "four_ranks": Scenario(world_size=4),
     "pairs_of_four_ranks": Scenario(world_size=4, group="pair"),
 }
 
@@ -100,8 +99,6 @@ def _reference_of(name: str) -> Literal["torch", "cpu"]:
 TORCH_HOOKS = {
     "allreduce_hook": default_hooks.allreduce_hook,
     "fp16_compress_hook": default_hooks.fp16_compress_hook,
-    "bf16_compress_hook": default_hooks.bf16_compress_hook,
-    "fp16_compress_wrapper": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
     "quantization_pertensor_hook": quantization_hooks.quantization_pertensor_hook,
     "powerSGD_hook": powerSGD_hook.powerSGD_hook,
 }
@@ -268,7 +265,6 @@ class Training:
             hook = build_hook(scenario.hook, self.model.process_group, self.device)
             self.model.register_comm_hook(None, hook)
         elif scenario.torch_hook is not None:
-            torch.version.cuda = "12.8"  # torch's class asks for it before bf16
             is_power = scenario.torch_hook == "powerSGD_hook"
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2) if is_power else None
             self.model.register_comm_hook(state, TORCH_HOOKS[scenario.torch_hook])
