@@ -205,10 +205,8 @@ class Group:
         """Return the backend's name for `device`: 'gloo', 'nccl' for any NCCL, 'python' for one in Python."""
         name = self._names.get(device.type)
         if name is None:
-            pg = self.process_group
-            if type(pg) is dist.ProcessGroup:
-                pg = backend_of(pg, device)
-            name = "python" if isinstance(pg, dist.ProcessGroup) else str(pg.name()).lower()
+            found = self._backend(device)
+            name = "python" if isinstance(found, dist.ProcessGroup) else str(found.name()).lower()
             self._names[device.type] = name = "nccl" if is_nccl(name) else name
         return name
 
@@ -219,11 +217,14 @@ class Group:
 
     def timeout_s(self, device: torch.device) -> float:
         """Return the timeout in seconds of the backend that serves `device`; infinity if unknown."""
-        backend = self.process_group
-        if type(backend) is dist.ProcessGroup:
-            backend = backend_of(backend, device)
-        timeout = timeout_of(backend)
-        return timeout.total_seconds() if isinstance(timeout, timedelta) else float("inf")
+        timeout = timeout_of(self._backend(device))
+        return float("inf") if timeout is None else timeout.total_seconds()
+
+    def _backend(self, device: torch.device) -> Any:
+        """Return the backend object that serves `device`; a group in Python is its own."""
+        process_group = self.process_group
+        is_of_torch = type(process_group) is dist.ProcessGroup
+        return backend_of(process_group, device) if is_of_torch else process_group
 
     # ------------------------------------------------------------------ collectives, not waited for
 
