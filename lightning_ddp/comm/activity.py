@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -217,27 +217,6 @@ def _describe(process_group: Any, number: int) -> tuple[str, Sequence[int]]:
     return f"group {number}" if number else "world", range(process_group.size())
 
 
-class Supervisor(Protocol):
-    """Protocol of an object that asks all ranks what they wait for; its methods may take a second."""
-
-    deadline_s: float
-    """Age in seconds at which an awaited collective counts as failed."""
-    is_comparing: bool
-    """True if each collective is compared between the ranks before it starts."""
-
-    def explain(self, waiting: Waiting) -> BaseException:
-        """Return the error to raise for a wait whose deadline has passed."""
-        ...
-
-    def look(self, entry: Entry) -> BaseException | None:
-        """Return an error if other ranks wait for a different collective; None if they do not."""
-        ...
-
-    def compare(self, entry: Entry) -> None:
-        """Wait until all ranks are about to start this collective; raise if they start others."""
-        ...
-
-
 class Interrupt:
     """A failure reported by another thread, which interrupts waits for collectives.
 
@@ -248,8 +227,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.activity = Activity()
-        self.supervisor: Supervisor | None = None
-        """Explains waits that take too long; None if waits have no deadline."""
+        self.supervisor: Any = None
+        """`DesyncReporter`, which asks all ranks what they wait for; None if waits have no deadline."""
         self.device_watch: Any = None
         """`DeviceWatch` of queued device work, for which no host thread waits; None if there is none."""
         self.may_abort = False
