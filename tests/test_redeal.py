@@ -29,7 +29,7 @@ from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.abort import abort_groups, remember_connections
 from lightning_ddp.elastic.redeal import DealtSampler
 from lightning_ddp.elastic.refusals import check_training
-from lightning_ddp.elastic.undo import RandomStates, put_scale
+from lightning_ddp.elastic.step_ledger import RandomStates, put_scale
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.settings import RecoverySettings
 

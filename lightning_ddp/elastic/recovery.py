@@ -36,13 +36,11 @@ from lightning_ddp.comm import barrier, broadcast_nested, monitored_barrier
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
-from lightning_ddp.elastic import WorldChange
+from lightning_ddp.elastic import StepObserver, WorldChange
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import end_collectives, leave
-from lightning_ddp.elastic.step_ledger import Cursor, StepLedger
-from lightning_ddp.elastic.step_observer import StepObserver
+from lightning_ddp.elastic.step_ledger import Cursor, RandomStates, StepLedger, put_scale
 from lightning_ddp.elastic.takeover import Handover, Journal, seed_generators, share_versions
-from lightning_ddp.elastic.undo import RandomStates, put_scale
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext, global_seed

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_ddp._lightning import Trainer, loaders_of
-from lightning_ddp.elastic.undo import RandomStates
+from lightning_ddp.elastic.step_ledger import RandomStates
 from lightning_ddp.errors import ConfigurationError
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
