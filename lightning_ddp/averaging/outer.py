@@ -315,35 +315,19 @@ class StreamingDiLoCo(DiLoCo):
         deltas = self.channel.wait(pending.future).split([self._anchors[n].numel() for n in pending.names])
         self.settle(replace(track, names=pending.names))
         rates = self.learning_rates(track)
+        weight = self.options.local_weight if self.options.delay else 0.0
         with torch.no_grad():
             for name, delta in zip(pending.names, deltas, strict=True):
-                self.update(self._anchors[name], self._momenta[name], delta, rates[name])
-        self._mix(pending.names)
+                anchor, own = self._anchors[name], memory_view(self.parameters[name])
+                self.update(anchor, self._momenta[name], delta, rates[name])
+                own.mul_(weight).add_(anchor, alpha=1 - weight)
         del self._under_way[index]
-
-    @torch.no_grad()
-    def _mix(self, names: list[str]) -> None:
-        weight = self.options.local_weight if self.options.delay else 0.0
-        for name in names:
-            own = memory_view(self.parameters[name])
-            own.mul_(weight).add_(self._anchors[name], alpha=1 - weight)
 
     def agree(self) -> bool:
         self._send_again()
         return super().agree()
 
     # ------------------------------------------------------------------ other ranks
-
-    @property
-    def _due(self) -> dict[int, _Exchange]:
-        """Return the pending exchanges that are due at this rank's step count, by optimizer index."""
-        steps = [track.num_local_steps for track in self.tracks]
-        return {index: each for index, each in self._under_way.items() if steps[index] >= each.due}
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """True while a round is due: a rank that is behind then keeps its own parameters."""
-        return bool(self._due)
 
     def mark(self) -> Any:
         return super().mark(), dict(self._under_way)
@@ -362,11 +346,10 @@ class StreamingDiLoCo(DiLoCo):
         return super().state_dict()  # without the wait for pending exchanges
 
     def catch_up(self, state: dict[str, Any]) -> None:
-        due, under_way = self._due, self._under_way
+        under_way = self._under_way
         super().catch_up({**state, "under_way": {}})
-        for pending in due.values():
-            self._mix(pending.names)
-        self._under_way = {index: each for index, each in under_way.items() if index not in due}
+        steps = [track.num_local_steps for track in self.tracks]  # later ones than this rank has taken
+        self._under_way = {index: each for index, each in under_way.items() if each.due > steps[index]}
 
     # ------------------------------------------------------------------ checkpoint
 

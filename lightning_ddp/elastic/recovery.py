@@ -456,13 +456,12 @@ class Recovery(StepObserver):
         is_behind = self._calls.state.place in new.behind
         group, source, device = self._group(), new.members.index(new.source), self._device
         communication, trainer = self._communication, self._trainer
-        takes = is_behind and not communication.keeps_parameters
         if is_behind:
             self.ledger.begin_copy()
         module = trainer.lightning_module
         averaged = module.buffers() if communication.averager is not None else ()
         for tensors, is_taken in (
-            (module.parameters(), takes),
+            (module.parameters(), is_behind),
             (averaged, is_behind and communication.is_local),
         ):
             mine: list[torch.Tensor] = list(tensors)
@@ -472,7 +471,7 @@ class Recovery(StepObserver):
         for optimizer in trainer.strategy.optimizers:
             own = optimizer.state_dict()
             state = broadcast_nested(group, own["state"], source, device, label="state of an optimizer")
-            if takes and not communication.keeps_optimizer:
+            if is_behind and not communication.keeps_optimizer:
                 optimizer.load_state_dict({**own, "state": state})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
