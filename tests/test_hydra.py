@@ -18,7 +18,7 @@ from harness import RUN, ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
 
-from lightning_ddp.hydra_jobs.handover import pack, unpack
+from lightning_ddp.hydra_jobs.jobs import pack, unpack
 
 TESTS = ROOT / "tests"
 DEADLINE_S = 300.0

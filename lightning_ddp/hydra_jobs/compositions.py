@@ -24,9 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from omegaconf import OmegaConf
 
-from lightning_ddp.hydra_jobs.agreement import agree, give_files_back, withhold_files
-from lightning_ddp.hydra_jobs.handover import detach
-from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.jobs import agree, detach, give_files_back, jobs, withhold_files
 
 _FOLDER = Path(__file__).parents[1] / "conf"
 _PROVIDER = "lightning_ddp"
