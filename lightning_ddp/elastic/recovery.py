@@ -56,16 +56,10 @@ _log = logging.getLogger("lightning_ddp")
 class Recovery(StepObserver):
     """Observer that lets one `fit` continue after ranks are lost, join or leave, by wrapping its loops.
 
-    Collective: all ranks must construct it, except those that join.
+    `group` returns the present ranks; `meet` makes the process group of a generation, and all that depends on
+    it. `stop` agrees on boundaries. Where processes may join, `journal` is that of the set-up.
 
-    Args:
-        trainer: Trainer whose loops are wrapped.
-        keeps_global: True if the global batch keeps its size, False if that of each rank does.
-        is_uneven: True if ranks may have different numbers of batches.
-        group: returns the present ranks.
-        meet: makes the process group of a generation, and all that depends on it. All ranks call it.
-        stop: agreement on the boundaries at which all stop or meet.
-        journal: journal of the set-up, where processes may join; None elsewhere.
+    Collective: all ranks must construct it, except those that join.
     """
 
     ledger: StepLedger
@@ -370,10 +364,7 @@ class Recovery(StepObserver):
         return entered[-1]
 
     def _enter(self, num_batches: int | None) -> None:
-        """Join the next generation (set of ranks), and finish or undo the interrupted step.
-
-        `num_batches` of the epoch are used; None for the loop's count.
-        """
+        """Join the next generation, and finish or undo the interrupted step; `num_batches` are used."""
         has_met, self._is_meeting = self._is_meeting, False
         is_trying, error = self.ledger.must_redo and not has_met, self._calls.error
 
@@ -449,10 +440,7 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ after each regroup
 
     def _copy_state(self, new: NewGeneration) -> None:
-        """Copy parameters and optimizer state to ranks a step behind. All ranks call it; communicates.
-
-        Learning rates stay: the scheduler's step after this one is still to come on a rank that is behind.
-        """
+        """Copy parameters and optimizer state to ranks a step behind. All ranks call it; communicates."""
         is_behind = self._calls.state.place in new.behind
         group, source, device = self._group(), new.members.index(new.source), self._device
         communication, trainer = self._communication, self._trainer
@@ -471,6 +459,7 @@ class Recovery(StepObserver):
         for optimizer in trainer.strategy.optimizers:
             own = optimizer.state_dict()
             state = broadcast_nested(group, own["state"], source, device, label="state of an optimizer")
+            # learning rates stay: the scheduler's step after this one is still to come on a rank behind
             if is_behind and not communication.keeps_optimizer:
                 optimizer.load_state_dict({**own, "state": state})
         scaler = getattr(trainer.precision_plugin, "scaler", None)

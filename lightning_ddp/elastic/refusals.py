@@ -144,10 +144,7 @@ def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
 
 
 def check_next_run(trainer: Any, *, is_same: bool) -> None:
-    """Raise ConfigurationError if a script that has lost ranks starts another fit, or uses another Trainer.
-
-    That is a fit, or a Trainer that is not the same as in the fit that has lost them.
-    """
+    """Raise ConfigurationError if a script that has lost ranks fits once more, or with another Trainer."""
     if is_fitting(trainer) or not is_same:
         raise ConfigurationError(
             "on_failure: this script has lost ranks in a fit, and a second fit, or another Trainer, would"

@@ -55,8 +55,7 @@ def run_program(descriptor: int, kind: str, program: str) -> None:
 def handed_job(descriptor: int) -> Iterator[None]:
     """Replace `hydra.main`, so that the program run in this context takes the job of its parent process.
 
-    Raises:
-        SystemExit: the program ended without a call of the job's function, in which the process exits.
+    The process exits in the job's function. A program that ends without a call of it is a SystemExit.
     """
     job = read_handover(descriptor)
     jobs().compositions = job.compositions

@@ -53,10 +53,7 @@ _PASSED = {"pass_parent", "pass_node", "pass_root"}
 _OF_ANY_HANDLER = ("level", "formatter", "filters")
 
 BY_PLACE = ""
-"""Name in a cache, as of a resolver, for values of resolvers that OmegaConf does not cache.
-
-Their keys are the node's full key, the resolver and its arguments.
-"""
+"""Name in a cache for values that OmegaConf does not cache, by the full key, the resolver, its arguments."""
 
 Composition = tuple[str | None, list[str], bytes]
 """Arguments of a call of `hydra.compose`, and its packed result."""
@@ -166,10 +163,7 @@ def _looks_at_the_configuration(container: Any, name: str) -> bool:
 def pack(config: Any, what: str) -> bytes:
     """Call all resolvers of a DictConfig, and return it pickled with their values.
 
-    Its classes may be defined in the user's script.
-
-    Raises:
-        ConfigurationError: a value does not pickle; the message has its key and `what` for the whole.
+    A value that does not pickle is a ConfigurationError with its key, and `what` for the whole.
     """
     cache = attach(config)
     answer_all(config)
@@ -310,12 +304,7 @@ class Jobs:
     # ------------------------------------------------------------------ for Hydra
 
     def begin(self, task: Any, given: Any = None) -> None:
-        """Record the start of a Hydra job, with the seeds in the environment.
-
-        Args:
-            task: function of the job.
-            given: configuration that a function which has begun was given, and may have read; else None.
-        """
+        """Record the start of a Hydra job, with the seeds; one that has begun may have read `given`."""
         self.task = task
         self._variables = {name: os.environ.get(name) for name in _SEEDS}
         if given is not None:
@@ -386,12 +375,8 @@ class Jobs:
     def handover(self, end_run: Callable[[BaseException | None], BaseException | None]) -> Handover | None:
         """Return the Hydra job and `hydra.compose` results for child processes; None without Hydra.
 
-        Args:
-            end_run: called at the end of the present job with its error or None; returns the error with
-                which the job fails, or None.
-
-        Raises:
-            ConfigurationError: a configuration does not pickle; the message has the key.
+        `end_run` is called at the end of the present job with its error or None, and returns the error with
+        which the job fails, or None.
         """
         self._end_run = end_run
         utils = sys.modules.get("hydra.core.utils")
@@ -430,10 +415,9 @@ class Jobs:
         return config
 
     def program(self) -> tuple[str, str] | None:
-        """Return kind and path of the user's program if a Hydra launcher's worker runs it; else None.
+        """Return ("script", path) or ("module", name) in a worker that unpickled its job, else None.
 
-        That is ("script", path) or ("module", name) in a worker of hydra-joblib-launcher or
-        hydra-submitit-launcher, which unpickles the job's function.
+        Such are the workers of hydra-joblib-launcher and hydra-submitit-launcher.
         """
         given = getattr(inspect.unwrap(getattr(self.task, "func", self.task)), "__globals__", {})
         file, package = given.get("__file__"), given.get("__package__")
