@@ -59,14 +59,14 @@ def test_a_process_that_has_joined_repeats_a_validation_without_another(tmp_path
 
 @pytest.mark.slow
 def test_a_global_batch_is_that_of_a_run_without_losses(tmp_path) -> None:
-    """Split over fewer and then over more again: the parameters are those of an undisturbed run."""
+    """Split unevenly over fewer and then over more again: the parameters are those of an undisturbed run."""
     options = {"name": "replace", "batch": "global"}
-    order = {"plain": True, "double": True, "strategy": {"on_failure": options}}
+    order = {"plain": True, "double": True, "strategy": {"on_failure": options}, "devices": 4, "samples": 81}
     folders = [tmp_path / name for name in ("disturbed", "undisturbed")]
     for folder in folders:
         folder.mkdir()
     disturbed = replace(folders[0], fault(1, "forward", 2), launcher=RUN, **order)
-    disturbed.check_members(3, rates="any")
+    disturbed.check_members(4, rates="any", num_samples=81)
     num_epochs = 1 + max(entry["epoch"] for entry in disturbed.commits)
     order.update(trainer={"max_epochs": num_epochs}, until_generation=99)
     undisturbed = replace(folders[1], launcher=RUN, **order)
@@ -75,7 +75,7 @@ def test_a_global_batch_is_that_of_a_run_without_losses(tmp_path) -> None:
     for name, value in ends[0].items():
         assert value.dtype == torch.float64
         torch.testing.assert_close(value, ends[1][name], rtol=1e-9, atol=1e-9)
-    assert disturbed.sizes_of(0) == [[3, 2], [2, 3]]
+    assert disturbed.sizes_of(0) == [[4, 3], [3, 4]]
 
 
 @pytest.mark.slow
