@@ -30,9 +30,8 @@ def leave(folder: Path, *faults: Entry, **order: Any) -> Ledger:
     "moment",
     [
         "forward",
-        pytest.param("loader", marks=pytest.mark.slow),
         pytest.param("validation", marks=pytest.mark.slow),
-        pytest.param("batch end", marks=pytest.mark.exhaustive),
+        *(pytest.param(moment, marks=pytest.mark.exhaustive) for moment in ("loader", "batch end")),
     ],
 )
 def test_a_rank_leaves_at_the_next_boundary(moment, tmp_path) -> None:
