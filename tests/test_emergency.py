@@ -246,6 +246,14 @@ def fit(
     return trainer
 
 
+def stopped(root: Path, model: Model, window: int = 1, error: Any = Stopped, **options: Any) -> Told:
+    """The strategy of a fit that an error ends."""
+    strategy = Told(torch.device("cpu"))
+    with pytest.raises(error):
+        fit(root, model, window, strategy, **options)
+    return strategy
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[tuple[int, int, float]]]:
     """Window -> the steps of a run that nothing happens to."""
@@ -272,10 +280,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[tuple[int,
 def test_a_run_that_is_stopped_at_any_moment_goes_on_as_if_it_had_not_been(
     moment, batches, window, tmp_path, whole
 ) -> None:
-    strategy = Told(torch.device("cpu"))
-    with pytest.raises(Stopped):
-        fit(tmp_path, Model(moment), window, strategy)
-    path = strategy.saved
+    path = stopped(tmp_path, Model(moment), window).saved
     assert path == str(tmp_path / f"emergency-step={batches[window] // window}.ckpt")
     again = Model()
     trainer = fit(tmp_path / "again", again, window, checkpoint=path)
@@ -288,40 +293,33 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on_as_if_it_had_not_been(
 def test_it_lies_beside_the_checkpoints_and_replaces_none_of_another_run(tmp_path) -> None:
     (checkpoints := tmp_path / "checkpoints").mkdir()
     for name in ("emergency-step=5.ckpt", "emergency-step=5-v1.ckpt", "emergency-step=5-v2.ckpt"):
-        strategy = Told(torch.device("cpu"))
         callbacks = [OnExceptionCheckpoint(tmp_path / "other" / name), ModelCheckpoint(checkpoints)]
-        with pytest.raises(Stopped):
-            fit(tmp_path, Model("forward"), 1, strategy, folder=None, callbacks=callbacks)
-        assert strategy.saved == str(tmp_path / "emergency" / name)
+        saved = stopped(tmp_path, Model("forward"), folder=None, callbacks=callbacks).saved
+        assert saved == str(tmp_path / "emergency" / name)
     assert list(checkpoints.glob("*mergency*")) == []
 
 
-def test_half_a_step_is_not_saved(tmp_path, capsys, monkeypatch) -> None:
-    strategy, model = Told(torch.device("cpu")), Model("among optimizer steps", is_manual=True)
-    with pytest.raises(Stopped):
-        fit(tmp_path, model, 1, strategy)
+def test_half_a_step_is_not_saved(tmp_path, capsys) -> None:
+    stopped(tmp_path, Model("among optimizer steps", is_manual=True))
     assert "between the optimizer steps of a batch" in capsys.readouterr().err
 
-    strategy, model = Told(torch.device("cpu")), Model()
+    model = Model()
     model.configure_optimizers = lambda: Half(model.parameters(), lr=0.1)  # type: ignore[method-assign]
-    with pytest.raises(Stopped):
-        fit(tmp_path, model, 1, strategy)
+    strategy = stopped(tmp_path, model)
     assert strategy.control.alarm._guard.name == "DEFERRED"
     assert "an optimizer step or an average of parameters was interrupted" in capsys.readouterr().err
     assert list(tmp_path.glob("emergency-*")) == []
 
 
 def test_the_failure_is_raised_when_the_step_is_whole(tmp_path) -> None:
-    strategy, model = Told(torch.device("cpu")), Model()
-    failure = PeerFailure(rank=1, message="gone")
+    model = Model()
 
     def hear(optimizer: Any) -> None:
         if model.global_step == 4:
-            strategy.control.interrupt.set(failure)
+            model.trainer.strategy.control.interrupt.set(PeerFailure(rank=1, message="gone"))
 
     model.on_before_optimizer_step = hear  # type: ignore[method-assign]
-    with pytest.raises(PeerFailure):
-        fit(tmp_path, model, 1, strategy)
+    strategy = stopped(tmp_path, model, error=PeerFailure)
     assert [step for step, _, _ in model.steps] == [1, 2, 3, 4]
     assert strategy.saved == str(tmp_path / "emergency-step=5.ckpt")
 
@@ -330,10 +328,9 @@ def test_a_hook_that_raises_saves_nothing_and_hides_nothing(tmp_path, capsys) ->
     def fail(checkpoint: Any) -> None:
         raise ValueError("no space left")
 
-    strategy, model = Told(torch.device("cpu")), Model("forward")
+    model = Model("forward")
     model.on_save_checkpoint = fail  # type: ignore[method-assign]
-    with pytest.raises(Stopped):
-        fit(tmp_path, model, 1, strategy)
+    stopped(tmp_path, model)
     assert "no emergency checkpoint: ValueError: no space left" in capsys.readouterr().err
 
 
