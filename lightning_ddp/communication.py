@@ -258,11 +258,6 @@ class Communication:
         return {**found, "loss scale": scale} if isinstance(scale, torch.Tensor) else found
 
     @property
-    def keeps_parameters(self) -> bool:
-        """True if a rank that is one round behind keeps its own parameters, instead of another rank's."""
-        return self.averager is not None and self.averager.keeps_parameters
-
-    @property
     def keeps_optimizer(self) -> bool:
         """True if a rank that is one round behind keeps the state of its own optimizer."""
         return self.averager is not None and self.is_local and self.averager.options.optimizer_state == "keep"

@@ -37,7 +37,7 @@ from lightning_ddp._lightning import (
 )
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, HookSpec
-from lightning_ddp.elastic.step_observer import StepObserver
+from lightning_ddp.elastic import StepObserver
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.loop_parts import (
     LockstepResults,

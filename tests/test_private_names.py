@@ -246,7 +246,7 @@ def test_names_are_found_however_they_are_used() -> None:
         ("_torch.py", "_use_count"),  # called by a text
         ("_torch.py", "_join_config"),  # in one of several names
         ("_lightning.py", "_interrupt"),
-        ("hydra_jobs/handover.py", "_evaluate_custom_resolver"),  # patched
+        ("hydra_jobs/jobs.py", "_evaluate_custom_resolver"),  # patched
         ("hydra_jobs/compositions.py", "_internal"),  # in the name of a module
     ):
         assert name in used(TEXTS[file]), name

@@ -242,11 +242,6 @@ class Averager:
         self.settle_others()
         self.prepare()
 
-    @property
-    def keeps_parameters(self) -> bool:
-        """True if this rank completes an interrupted round with its own parameters, not another rank's."""
-        return False
-
     def mark(self) -> Any:
         """Return a copy of what steps and rounds change beside the parameters, for `restore`."""
         return self._is_local, [(track.num_steps, track.num_local_steps) for track in self.tracks]
@@ -267,10 +262,7 @@ class Averager:
         return self.state_dict()
 
     def catch_up(self, state: dict[str, Any]) -> None:
-        """Finish a step or round that was interrupted here, with the state of a rank that has finished it.
-
-        This rank has the parameters of that rank already, unless it `keeps_parameters`.
-        """
+        """Finish an interrupted step or round: load the state of the rank whose parameters were copied."""
         self.load_state_dict(state)
         self.settle_others()
 

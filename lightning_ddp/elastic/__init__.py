@@ -1,12 +1,24 @@
-"""Training that continues without a lost rank: here what callbacks and modules are told of it."""
+"""Training that continues without a lost rank: here what the rest of the package knows of it.
+
+That is the interface by which the strategy tells of the steps of a fit, and the change that callbacks get.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from lightning_ddp.errors import PeerFailure
 
-__all__ = ["WorldChange"]
+if TYPE_CHECKING:  # each run imports this module, which imports no other of the room
+    from lightning_ddp.elastic.step_ledger import StepLedger
+
+__all__ = ["StepObserver", "WorldChange"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +45,61 @@ class WorldChange:
     """Failure behind the change; None if ranks have joined, or left on request."""
     retried: bool
     """True if the interrupted step is repeated."""
+
+
+class StepObserver:
+    """Observer of a fit that does nothing about lost ranks: the first failure ends the run."""
+
+    ledger: StepLedger | None = None  # record of what is committed; None if nobody asks for it
+    dealer: Any = None  # object that deals the rest of an epoch over other ranks, or None
+    repeats_steps = False  # True if steps and parts of the loops may be repeated among other ranks
+
+    @property
+    def is_alone(self) -> bool:
+        """True while this rank completes, without collectives, work that the other ranks have completed."""
+        return self.ledger is not None and self.ledger.is_alone
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_fit(self) -> None:
+        """Reset the record of committed steps, if one is kept, for a new fit."""
+        if self.ledger is not None:
+            self.ledger.begin_fit()
+
+    def begin_batch(self, batch: Any) -> None:
+        """Receive the batch about to be trained on; does nothing here, subclasses may keep it."""
+
+    def end_forward(self, output: Any) -> None:
+        """Receive the output of `training_step`; does nothing here, subclasses may keep it."""
+
+    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Record a start of backward; return the loss, which a subclass may multiply by a rank's weight."""
+        if self.ledger is not None:
+            self.ledger.begin_backward()
+        return loss
+
+    def end_backward(self) -> None:
+        """Do nothing at the end of a backward pass; subclasses may defer interrupts."""
+
+    def end_step(self) -> None:
+        """Record, if a record is kept, that an optimizer step, and averaging that may follow it, is done."""
+        if self.ledger is not None:
+            self.ledger.take_step()
+
+    def agree(self) -> None:
+        """Do nothing after all ranks averaged parameters outside of a step; subclasses may commit a round."""
+
+    # ------------------------------------------------------------------ collectives of hooks
+
+    def repeat(self, phase: Callable[[], None]) -> bool:
+        """Run `phase`, such as a validation; return True, or False in a subclass that undid steps."""
+        phase()
+        return True
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of tensors that a collective overwrites if they may be needed after it; here none."""
+        return []
+
+    def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
+        """Return the result of a collective; a subclass may return `alone()` after a loss of ranks."""
+        return call()

@@ -21,9 +21,8 @@ from lightning_ddp._lightning import (
     settle_counters,
 )
 from lightning_ddp.communication import Communication
-from lightning_ddp.elastic.step_ledger import Cursor, StepLedger
-from lightning_ddp.elastic.step_observer import StepObserver
-from lightning_ddp.elastic.undo import models_of_callbacks
+from lightning_ddp.elastic import StepObserver
+from lightning_ddp.elastic.step_ledger import Cursor, StepLedger, models_of_callbacks
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 

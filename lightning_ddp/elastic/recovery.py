@@ -36,13 +36,11 @@ from lightning_ddp.comm import barrier, broadcast_nested, monitored_barrier
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
-from lightning_ddp.elastic import WorldChange
+from lightning_ddp.elastic import StepObserver, WorldChange
 from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import end_collectives, leave
-from lightning_ddp.elastic.step_ledger import Cursor, StepLedger
-from lightning_ddp.elastic.step_observer import StepObserver
+from lightning_ddp.elastic.step_ledger import Cursor, RandomStates, StepLedger, put_scale
 from lightning_ddp.elastic.takeover import Handover, Journal, seed_generators, share_versions
-from lightning_ddp.elastic.undo import RandomStates, put_scale
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext, global_seed
@@ -58,16 +56,10 @@ _log = logging.getLogger("lightning_ddp")
 class Recovery(StepObserver):
     """Observer that lets one `fit` continue after ranks are lost, join or leave, by wrapping its loops.
 
-    Collective: all ranks must construct it, except those that join.
+    `group` returns the present ranks; `meet` makes the process group of a generation, and all that depends on
+    it. `stop` agrees on boundaries. Where processes may join, `journal` is that of the set-up.
 
-    Args:
-        trainer: Trainer whose loops are wrapped.
-        keeps_global: True if the global batch keeps its size, False if that of each rank does.
-        is_uneven: True if ranks may have different numbers of batches.
-        group: returns the present ranks.
-        meet: makes the process group of a generation, and all that depends on it. All ranks call it.
-        stop: agreement on the boundaries at which all stop or meet.
-        journal: journal of the set-up, where processes may join; None elsewhere.
+    Collective: all ranks must construct it, except those that join.
     """
 
     ledger: StepLedger
@@ -372,10 +364,7 @@ class Recovery(StepObserver):
         return entered[-1]
 
     def _enter(self, num_batches: int | None) -> None:
-        """Join the next generation (set of ranks), and finish or undo the interrupted step.
-
-        `num_batches` of the epoch are used; None for the loop's count.
-        """
+        """Join the next generation, and finish or undo the interrupted step; `num_batches` are used."""
         has_met, self._is_meeting = self._is_meeting, False
         is_trying, error = self.ledger.must_redo and not has_met, self._calls.error
 
@@ -451,20 +440,16 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ after each regroup
 
     def _copy_state(self, new: NewGeneration) -> None:
-        """Copy parameters and optimizer state to ranks a step behind. All ranks call it; communicates.
-
-        Learning rates stay: the scheduler's step after this one is still to come on a rank that is behind.
-        """
+        """Copy parameters and optimizer state to ranks a step behind. All ranks call it; communicates."""
         is_behind = self._calls.state.place in new.behind
         group, source, device = self._group(), new.members.index(new.source), self._device
         communication, trainer = self._communication, self._trainer
-        takes = is_behind and not communication.keeps_parameters
         if is_behind:
             self.ledger.begin_copy()
         module = trainer.lightning_module
         averaged = module.buffers() if communication.averager is not None else ()
         for tensors, is_taken in (
-            (module.parameters(), takes),
+            (module.parameters(), is_behind),
             (averaged, is_behind and communication.is_local),
         ):
             mine: list[torch.Tensor] = list(tensors)
@@ -474,7 +459,8 @@ class Recovery(StepObserver):
         for optimizer in trainer.strategy.optimizers:
             own = optimizer.state_dict()
             state = broadcast_nested(group, own["state"], source, device, label="state of an optimizer")
-            if takes and not communication.keeps_optimizer:
+            # learning rates stay: the scheduler's step after this one is still to come on a rank behind
+            if is_behind and not communication.keeps_optimizer:
                 optimizer.load_state_dict({**own, "state": state})
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:

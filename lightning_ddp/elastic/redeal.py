@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_ddp._lightning import Trainer, loaders_of
-from lightning_ddp.elastic.undo import RandomStates
+from lightning_ddp.elastic.step_ledger import RandomStates
 from lightning_ddp.errors import ConfigurationError
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -32,6 +32,10 @@ def share_of(
     >>> [share_of(range(7), rank, 3, drops_last=False) for rank in range(3)]
     [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
     """
+    return _even(rest, world_size, drops_last=drops_last, fills=fills)[rank::world_size]
+
+
+def _even(rest: Sequence[Any], world_size: int, *, drops_last: bool, fills: bool = True) -> list[Any]:
     dealt = list(rest)
     over = len(dealt) % world_size
     if over and drops_last:
@@ -39,7 +43,7 @@ def share_of(
     elif over and fills:
         more = world_size - over
         dealt += (dealt * math.ceil(more / len(dealt)))[:more]
-    return dealt[rank::world_size]
+    return dealt
 
 
 class DealtSampler(Sampler[Any]):
@@ -65,12 +69,13 @@ class DealtSampler(Sampler[Any]):
         if self._is_plain and not self.has_changed:
             return iter(self.inner)
         self._order = None
-        return iter(self._share(self.order()))
+        return iter(self._share(self.order(), self.inner.rank))
 
-    def _share(self, dealt: Sequence[Any]) -> list[Any]:
-        rank, ranks = self.inner.rank, self.inner.num_replicas
-        share = share_of(dealt, rank, ranks, drops_last=self.drops_last, fills=self._fills_now)
-        return share + share[: self._num_repeated(len(share))]
+    def _share(self, dealt: Sequence[Any], rank: int) -> list[Any]:
+        fills = self._fills if self.has_changed else self._inner_fills
+        share = share_of(dealt, rank, self.inner.num_replicas, drops_last=self.drops_last, fills=fills)
+        repeats = self._avoids_one and self.has_changed and len(share) % self._batch_size == 1
+        return share + share[:1] if repeats else share
 
     def __len__(self) -> int:
         return self._length(self.inner.rank) if self.has_changed else len(self.inner)
@@ -82,21 +87,7 @@ class DealtSampler(Sampler[Any]):
 
     def _length(self, rank: int) -> int:
         total = self._num_left if self._rest is not None else len(self.inner.dataset)
-        ranks = int(self.inner.num_replicas)
-        if self.drops_last:
-            length = total // ranks
-        elif self._fills_now:
-            length = math.ceil(total / ranks)
-        else:
-            length = len(range(rank, total, ranks))
-        return length + self._num_repeated(length)
-
-    def _num_repeated(self, length: int) -> int:
-        return int(self._avoids_one and self.has_changed and length % self._batch_size == 1)
-
-    @property
-    def _fills_now(self) -> bool:
-        return self._fills if self.has_changed else self._inner_fills
+        return len(self._share(range(total), rank))
 
     @property
     def _is_plain(self) -> bool:
@@ -165,7 +156,7 @@ class DealtSampler(Sampler[Any]):
         rest = self.order()[self._num_used :]
         set_ranks(self.inner, rank, world_size)
         self.has_changed = True
-        self._rest, self._num_left = self._share(rest), len(rest)
+        self._rest, self._num_left = self._share(rest, rank), len(rest)
 
 
 class SplitBatches:
@@ -191,9 +182,7 @@ class SplitBatches:
 
     def _all(self) -> list[list[Any]]:
         """Return the samples of each global batch of the epoch, as with the original number of ranks."""
-        order, drops_last = self.sampler.order(), self.sampler.drops_last
-        shares = [share_of(order, r, self._num_ranks, drops_last=drops_last) for r in range(self._num_ranks)]
-        dealt = [sample for row in zip(*shares, strict=True) for sample in row]
+        dealt = _even(self.sampler.order(), self._num_ranks, drops_last=self.sampler.drops_last)
         size = self._global_size
         batches = [dealt[start : start + size] for start in range(0, len(dealt), size)]
         return batches[:-1] if batches and self.drop_last and len(batches[-1]) < size else batches

@@ -69,10 +69,7 @@ def end_collectives(ours: FailureHandler, device: torch.device) -> None:
 
 
 def take_rank(context: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
-    """Return this process's rank and local rank among the new ranks; kill lost ranks' local processes.
-
-    A node has had `num_processes` at first.
-    """
+    """Return rank and local rank in nodes that had `num_processes` at first; kill lost local processes."""
     ours = context.control
     assert ours.calls is not None
     for slot in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its
@@ -95,15 +92,8 @@ def meet_again(
     """Create and return the default process group of the new set of ranks, which must all call it.
 
     gloo cannot be interrupted where it waits for a peer to connect, which may be lost at this very moment: so
-    it begins when all have come, and gives up soon.
-
-    Args:
-        context: its control channel knows generation and rank.
-        timeout: time limit of collectives.
-        meet_within: time for which gloo waits for a peer, up to five times.
-
-    Raises:
-        PeerFailure: the run has failed meanwhile.
+    it begins when all have come, and waits for a peer at most five times `meet_within`. A failure of the run
+    raises PeerFailure.
     """
     calls, interrupt = context.control.calls, context.control.interrupt
     assert calls is not None

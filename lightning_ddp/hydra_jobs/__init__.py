@@ -25,9 +25,9 @@ def install() -> None:
     """
 
     def keep_answers(module: types.ModuleType) -> None:
-        from lightning_ddp.hydra_jobs.handover import install
+        from lightning_ddp.hydra_jobs.jobs import patch_resolvers
 
-        install(module)
+        patch_resolvers(module)
 
     def extend_hydra(module: types.ModuleType) -> None:
         importlib.import_module("lightning_ddp.hydra_jobs.compositions")

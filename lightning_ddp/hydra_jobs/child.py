@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 if __name__ != "__main__":  # as `__main__`, this file loads them and itself by their full names below
-    # Only so: `from lightning_ddp.hydra_jobs import handover` would import the package.
-    from lightning_ddp.hydra_jobs.handover import (
+    # Only so: `from lightning_ddp.hydra_jobs import jobs` would import the package.
+    from lightning_ddp.hydra_jobs.jobs import (
         Handover,
-        install,
+        jobs,
+        patch_resolvers,
         read_handover,
         task_name,
         unpack,
         without_files,
     )
-    from lightning_ddp.hydra_jobs.jobs import jobs
 
 
 def _load_early() -> None:
     """Load the modules that a child needs first under their full names, without the package itself."""
     package = Path(__file__).resolve().parents[1]
-    for name in ("errors", "hydra_jobs.handover", "hydra_jobs.jobs", "hydra_jobs.child"):
+    for name in ("errors", "hydra_jobs.jobs", "hydra_jobs.child"):
         path = package.joinpath(*name.split(".")).with_suffix(".py")
         spec: Any = importlib.util.spec_from_file_location(f"lightning_ddp.{name}", path)
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -55,8 +55,7 @@ def run_program(descriptor: int, kind: str, program: str) -> None:
 def handed_job(descriptor: int) -> Iterator[None]:
     """Replace `hydra.main`, so that the program run in this context takes the job of its parent process.
 
-    Raises:
-        SystemExit: the program ended without a call of the job's function, in which the process exits.
+    The process exits in the job's function. A program that ends without a call of it is a SystemExit.
     """
     job = read_handover(descriptor)
     jobs().compositions = job.compositions
@@ -73,7 +72,7 @@ def _replace_main(job: Handover) -> None:
     import hydra
     from omegaconf import base
 
-    install(base)
+    patch_resolvers(base)
     original = hydra.main
 
     @functools.wraps(original)

@@ -8,7 +8,6 @@ A program whose defaults and search path name none of these groups is composed a
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Set
 from pathlib import Path
@@ -19,14 +18,10 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus, run_job
-from omegaconf import OmegaConf
 
-from lightning_ddp.hydra_jobs.agreement import agree, give_files_back, withhold_files
-from lightning_ddp.hydra_jobs.handover import detach
-from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.jobs import agree, detach, give_files_back, jobs, withhold_files
 
 _FOLDER = Path(__file__).parents[1] / "conf"
 _PROVIDER = "lightning_ddp"
@@ -42,7 +37,6 @@ def _extend_hydra() -> None:
     living = GlobalHydra.instance().hydra
     if living is not None:
         _exchange(living.config_loader, ConfigLoaderImpl, JobLoader)
-        _register_long_names()
     job = _job_in_progress()
     if job is not None:
         context, result = job["hydra_context"], job.get("ret")
@@ -165,10 +159,7 @@ def _add_groups(repository: Any, groups: Set[str]) -> None:
     sources = repository.get_sources()
     sources[:] = [source for source in sources if not isinstance(source, _Groups)]
     if groups:
-        _register_long_names()
-        sources[-1].store = ConfigStore.instance()  # Hydra's copy of the store is older
-        if not _has_path(repository):
-            sources.insert(-1, _Groups(groups))
+        sources.insert(-1, _Groups({_PROVIDER, *(() if _has_path(repository) else groups)}))
     for place in [place for place, config in repository.cache.items() if config is None]:
         del repository.cache[place]
 
@@ -180,40 +171,36 @@ def _has_path(repository: Any) -> bool:
 
 
 class _Groups(ImportlibResourcesConfigSource):
-    """Hydra configuration source of this package's folder `conf`, limited to the requested groups."""
+    """Hydra configuration source of this package's folder `conf`, limited to the requested groups.
+
+    `lightning_ddp/` is a name of the folder itself. Its files are in no ConfigStore: Hydra 1 uses an entry of
+    its store as the schema of a file of the same name, so a user's `trainer/gpu.yaml` could not be composed.
+    """
 
     def __init__(self, groups: Set[str]) -> None:
         super().__init__(_PROVIDER, f"pkg://{_PACKAGE}")
+        self._folder = ImportlibResourcesConfigSource(_PROVIDER, f"pkg://{_PACKAGE}")
         self._groups = {"", *groups}
 
+    def _path(self, config_path: str) -> str | None:
+        """Return a path within the folder; None outside of the requested groups."""
+        top, _, rest = config_path.partition("/")
+        return None if top not in self._groups else rest if top == _PROVIDER else config_path
+
     def is_group(self, config_path: str) -> bool:
-        return config_path.partition("/")[0] in self._groups and super().is_group(config_path)
+        path = self._path(config_path)
+        return path is not None and self._folder.is_group(path)
 
     def is_config(self, config_path: str) -> bool:
-        return config_path.partition("/")[0] in self._groups and super().is_config(config_path)
+        path = self._path(config_path)
+        return path is not None and self._folder.is_config(path)
+
+    def load_config(self, config_path: str) -> Any:
+        return self._folder.load_config(str(self._path(config_path)))
 
     def list(self, config_path: str, results_filter: Any) -> Any:
-        found = super().list(config_path, results_filter)
-        return found if config_path else [name for name in found if name in self._groups]
-
-
-@functools.cache
-def _register_long_names() -> None:
-    """Register this package's config files in Hydra's ConfigStore, in groups below `lightning_ddp/`.
-
-    Not as `strategy`, `trainer` and `launcher`: Hydra 1 uses an entry of its store as the schema of a file of
-    the same name, so a user's `trainer/gpu.yaml` could not be composed any more.
-    """
-    for path in _FOLDER.rglob("*.yaml"):
-        text = path.read_text(encoding="utf-8")
-        package = re.match(r"# @package (\S+)", text)
-        ConfigStore.instance().store(
-            group=f"{_PROVIDER}/{path.parent.relative_to(_FOLDER).as_posix()}",
-            name=path.stem,
-            node=OmegaConf.create(text),
-            package=package[1] if package else None,
-            provider=_PROVIDER,
-        )
+        found = self._folder.list(str(self._path(config_path)), results_filter)
+        return found if config_path else sorted(self._groups & {*found, _PROVIDER}) if found else []
 
 
 _extend_hydra()

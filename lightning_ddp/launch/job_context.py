@@ -28,8 +28,7 @@ from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp._torch import default_store, known_groups, never_destroy
 from lightning_ddp.comm.teardown import destroy_groups, remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.hydra_jobs.agreement import share_job
-from lightning_ddp.hydra_jobs.jobs import jobs, restore
+from lightning_ddp.hydra_jobs.jobs import jobs, restore, share_job
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled

@@ -19,8 +19,7 @@ from lightning_ddp._lightning import (
     set_num_threads_if_needed,
 )
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hydra_jobs.agreement import share_job
-from lightning_ddp.hydra_jobs.jobs import jobs
+from lightning_ddp.hydra_jobs.jobs import jobs, share_job
 from lightning_ddp.launch.child_process import begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context, waiting

@@ -16,22 +16,6 @@ import torch
 
 from harness.scripts import start_script
 
-__all__ = [
-    "DEADLINE_S",
-    "EPOCHS",
-    "SAMPLES",
-    "SCRIPT",
-    "Entry",
-    "Ledger",
-    "fault",
-    "hash_of",
-    "logged_rows",
-    "replace",
-    "replacing",
-    "require_same",
-    "train",
-]
-
 SCRIPT = Path(__file__).with_name("shrink_script.py")
 SAMPLES, EPOCHS = 96, 2
 DEADLINE_S = 480.0

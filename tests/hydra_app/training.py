@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import lightning_ddp
+import lightning_ddp  # noqa: F401 (which registers the strategy)
 
 warnings.filterwarnings("ignore")
 _OURS = ("MASTER_", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "PL_", "LIGHTNING_DDP_STORE", "GLOO_", "NCCL_")
@@ -117,6 +117,3 @@ def note(name: str, content: dict[str, Any]) -> None:
     """Writes a file for the test that runs this program."""
     path = Path(os.environ["NOTES"], f"{name}-{content.get('rank', 'x')}-{os.getpid()}.json")
     path.write_text(json.dumps({**content, "pid": os.getpid(), "cwd": os.getcwd()}))
-
-
-__all__ = ["fit", "lightning_ddp", "note", "register_resolvers", "state_of_process", "values_of"]
