@@ -15,7 +15,7 @@ from harness import on_ranks, run_ranks, run_threads
 from torch import nn
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import Change, Recording, chrome_trace, lanes_of, load_folder, save
