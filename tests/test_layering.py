@@ -28,7 +28,7 @@ HOUSE = (
     ("elastic", "strategy_core"),
     ("fabric", "loop_parts"),
     ("strategy",),
-    ("callbacks", "ray_train", "trainer", "variants"),
+    ("callbacks", "trainer", "variants"),
     ("conf", "tools"),
     ("__init__", "__main__"),
 )
@@ -45,7 +45,6 @@ KNOWS_LIGHTNING = {
     "variants",
     "launch",
     "loop_parts",
-    "ray_train",
     "tools",
 }
 READS_ENVIRONMENT = {"hydra_jobs", "launch", "tools"}
