@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import (
     FIRST_BARRIERS,
     Accelerator,
@@ -36,7 +35,7 @@ from lightning_ddp._lightning import (
     set_training_results,
 )
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication import Communication, HookSpec
+from lightning_ddp.communication import STATE_KEY, Communication, HookSpec, remove_rank_files
 from lightning_ddp.elastic.step_observer import StepObserver
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
 from lightning_ddp.loop_parts import (
@@ -579,7 +578,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint, and a file per rank if the hook or averager has state; see `rank_files`.
+        """Write the checkpoint, and a file per rank if the hook or averager has state; see `communication`.
 
         Collective: all ranks must call it.
         """
@@ -590,32 +589,32 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 files = files.checkpoint_io
             arguments = (checkpoint, filepath, self._joined_group(), self.root_device)
             write = partial(files.save_checkpoint, storage_options=storage_options)
-            save = partial(rank_files.save_state, self._communication, *arguments, write)
+            save = partial(self._communication.save, *arguments, write)
             self._together(None, save, lambda: None)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        state = checkpoint.get(rank_files.KEY)
+        state = checkpoint.get(STATE_KEY)
         if state is None or self._is_alone():
             return
         self.barrier("checkpoint with files of the ranks")
         keep = {state["token"]}
         if is_async and str(filepath) in self._tokens:  # the previous checkpoint may still be in place
             keep.add(self._tokens[str(filepath)])
-        rank_files.remove_files(filepath, self.global_rank, keep=keep)
+        remove_rank_files(filepath, self.global_rank, keep=keep)
         self._tokens = {**self._tokens, str(filepath): state["token"]}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and keep its path to find the files of the ranks beside it."""
         self._resumed_from = checkpoint_path
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if rank_files.KEY in loaded:
-            self._tokens = {**self._tokens, str(checkpoint_path): loaded[rank_files.KEY]["token"]}
+        if STATE_KEY in loaded:
+            self._tokens = {**self._tokens, str(checkpoint_path): loaded[STATE_KEY]["token"]}
         return loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and this rank's file beside it."""
         super().remove_checkpoint(filepath)
         if self._communication.has_state:
-            rank_files.remove_files(filepath, self.global_rank)
+            remove_rank_files(filepath, self.global_rank)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers, and in a run hook and averager; log each item that could not be restored."""

@@ -18,9 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication import Communication
+from lightning_ddp.communication import Communication, rank_file
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.rank_files import load_state, rank_file, save_state
 
 pytestmark = pytest.mark.xdist_group("communication_trainer")  # they share what the fixtures make
 SCRIPT = Path(__file__).parent / "harness" / "communication_script.py"
@@ -194,7 +193,7 @@ def saved_by_threads(folder: Path, world_size: int) -> list[dict[str, Any]]:
         run, communication = hooked(group)
         run.step(random_grads(rank, 0))
         checkpoint: dict[str, Any] = {}
-        save_state(communication, checkpoint, folder / "a.ckpt", Group(group), CPU, torch.save)
+        communication.save(checkpoint, folder / "a.ckpt", Group(group), CPU, torch.save)
         return checkpoint
 
     return run_threads(rank_main, world_size)
@@ -214,7 +213,7 @@ def test_with_other_ranks_residuals_are_reset_and_the_rest_is_kept(tmp_path):
 
     def rank_main(rank, _, group):
         run, communication = hooked(group)
-        notes = load_state(communication, checkpoint, tmp_path / "a.ckpt", Group(group), [], torch.load)
+        notes = communication.resume(checkpoint, tmp_path / "a.ckpt", Group(group), [], torch.load)
         return notes, run.hook.step, sorted(run.state("q")), run.state("error")
 
     for rank, (notes, step, factors, errors) in enumerate(run_threads(rank_main, 3)):
@@ -254,8 +253,8 @@ def test_a_file_that_cannot_be_used_is_named_and_the_rest_is_kept(what, tmp_path
 
     def rank_main(rank, _, group):
         run, communication = hooked(group)
-        notes = load_state(communication, checkpoint, path, Group(group), [], torch.load)
-        notes += load_state(communication, {}, path, Group(group), [], torch.load)
+        notes = communication.resume(checkpoint, path, Group(group), [], torch.load)
+        notes += communication.resume({}, path, Group(group), [], torch.load)
         return notes, run.hook.step, run.state("error")
 
     (notes, step, errors), (broken_notes, broken_step, broken_errors) = run_threads(rank_main, 2)

@@ -24,7 +24,7 @@ HOUSE = (
     ("encoding", "hydra_jobs"),
     ("averaging", "hooks", "launch"),
     ("communication", "ddp"),
-    ("rank_files", "replica_check"),
+    ("replica_check",),
     ("elastic", "strategy_core"),
     ("fabric", "loop_parts"),
     ("strategy",),
