@@ -104,6 +104,7 @@ def test_replicas_that_part_end_the_run(tmp_path):
     result = run("lightning_fabric", tmp_path, "check:part")
     assert result.returncode == 1
     assert "the replicas differ: ranks 0-1 have different 0.weight" in result.stderr
+    assert "nobody knows which is right" in result.stderr
 
 
 def test_fabric_knows_the_names_but_those_for_loops_and_says_what_is_wrong():
