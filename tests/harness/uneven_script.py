@@ -256,12 +256,6 @@ def stateful() -> dict[str, Any]:
     return {**fit.and_of_model("epochs_of_metrics", "votes"), "buffers": buffers}
 
 
-def resumed(folder: Path) -> dict[str, Any]:
-    file = str(folder / "first_epoch.ckpt")
-    Fit(Regression([3, 5]), max_epochs=1).trainer.save_checkpoint(file)
-    return Fit(Regression([3, 5]), ckpt_path=file).result
-
-
 def resumed_inside_an_epoch(folder: Path) -> dict[str, Any]:
     file = str(folder / "two_steps.ckpt")
     Fit(Regression([3, 5]), max_steps=2).trainer.save_checkpoint(file)
@@ -304,11 +298,9 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "none_in_second_epoch": lambda _: (
         Fit(Shrinking([[2, 3], [0, 2]], is_sized=False), reload_dataloaders_every_n_epochs=1).result
     ),
-    "resumed": resumed,
     "checkpointed": checkpointed,
     "fit_and_validate": lambda _: fit_and_validate(),
     # what is refused; run where an error in all processes does not end them
-    "none_in_first_epoch": lambda _: Fit(Regression([0, 2], is_sized=False)).result,
     "error_mode": lambda _: Fit(Regression([3, 5]), {"uneven_inputs": "error"}).result,
     "error_mode_even": lambda _: Fit(Regression([3, 3]), {"uneven_inputs": "error"}).result,
     "two_loaders": lambda _: Fit(TwoLoaders([2, 2])).result,
