@@ -99,7 +99,7 @@ def layers() -> nn.Module:
 
 @on_ranks(2)
 def test_a_step_is_recorded_in_the_order_in_which_it_happens(process_group) -> None:
-    model = BucketedDDP(layers(), process_group=process_group, bucket_cap_mb=0.0003)
+    model = BucketedDDP(layers(), process_group=process_group, bucket_cap_mb=0.0003, transport="gloo")
     recorder = model.record_steps(3)
     for _ in range(4):
         with model.no_sync():
@@ -122,6 +122,7 @@ def test_a_step_is_recorded_in_the_order_in_which_it_happens(process_group) -> N
         assert [*moments, step.comm_end] == sorted([*moments, step.comm_end])
         for bucket in step.buckets:
             assert step.backward_start <= bucket.ready <= bucket.launched <= bucket.done <= step.comm_end
+            assert bucket.begun is None, "told by shared memory alone"
         launches = [bucket.launched for bucket in step.buckets]
         assert launches == sorted(launches)
 
