@@ -12,6 +12,7 @@ saves, and files of a run that was killed in between.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
-from lightning_ddp.catalogue import describe_hook, hook_name
+from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm import all_gather_objects, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
@@ -36,6 +37,7 @@ STATE_KEY = "lightning_ddp"  # key of the package's state in a checkpoint
 STATE_FORMAT = 1  # version of the dictionary that `Communication.shared_state` returns
 _TOKEN_CHARACTERS = 8
 _ERROR_CHARACTERS = 200
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Equal(Enum):
@@ -167,7 +169,7 @@ class Communication:
         """Raise ConfigurationError if ranks have different hooks or averagers; all ranks must call it."""
         plan, averaging = self._hook_plan, str(self.averager_plan)
         name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
-        mine = (name, str(plan) if plan is not None else describe_hook(hook), averaging)
+        mine = (name, str(plan) if plan is not None else _describe(hook), averaging)
         everyone = all_gather_objects(group, mine, device)
         first_name, first_hook, first_averaging = everyone[0]
         for rank, (other_name, other, other_averaging) in enumerate(everyone):
@@ -456,6 +458,18 @@ def remove_rank_files(checkpoint: str | Path, rank: int, *, keep: Collection[str
             is_of_rank = file.startswith(f"{name}.rank{rank}.") and file.endswith(".pt")
             if is_of_rank and file not in kept:
                 system.rm(entry)
+
+
+def _describe(hook: Any) -> str:
+    """Return the name of a hook that is a function or object, with its options or bound arguments."""
+    if hook is None:
+        return "none"
+    options = [str(hook.options)] if hasattr(hook, "options") else []
+    while isinstance(hook, functools.partial):
+        given = [*enumerate(hook.args), *sorted(hook.keywords.items())]
+        options += [f"{key}={value!r}" for key, value in given if isinstance(value, _PLAIN)]
+        hook = hook.func
+    return f"{getattr(hook, '__module__', '')}.{hook_name(hook)} ({', '.join(options)})"
 
 
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
