@@ -7,7 +7,6 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -383,34 +382,17 @@ def test_learning_rates_that_differ_are_found_and_cannot_be_healed(tmp_path: Pat
     assert "rank 1 has another lr of parameter group 0" in result.stderr
 
 
-def heals(tmp_path: Path, flips: list[list[Any]], **order: Any) -> None:
-    steps = flips[-1][1] + 200
+def test_a_rank_that_has_parted_takes_over_the_state_of_the_majority_each_time(tmp_path: Path) -> None:
+    flips = [[1, 9, "backbone.0.weight", 17, 31], [2, 260, "exp_avg_sq of head.bias", 1, 26]]
     strategy = {"replica_check": "heal", "on_failure": "shrink"}
-    result, notes = train(tmp_path, steps=steps, step_s=0.01, flips=flips, strategy=strategy, **order)
+    result, notes = train(tmp_path, steps=460, step_s=0.01, flips=flips, strategy=strategy)
     assert result.returncode == 0, result.stderr
     rows = list(zip(*notes, strict=True))
     assert len(rows) == len(flips) + 1
     assert all(len({entry["digest"] for entry in row}) == 1 for row in rows), result.stderr
     healed = [line for line in result.stderr.splitlines() if "; healed: rank" in line]
-    assert [int(line.rpartition("rank ")[2]) for line in healed] == [f[0] for f in flips][-len(healed) :]
+    assert [int(line.rpartition("rank ")[2]) for line in healed] == [1, 2][-len(healed) :]
     assert result.stderr.count("the replicas differ") == len(flips)
-
-
-def test_a_rank_that_has_parted_takes_over_the_state_of_the_majority(tmp_path: Path) -> None:
-    heals(tmp_path, [[1, 9, "backbone.0.weight", 17, 31]])
-
-
-def random_flips(draw: random.Random, number: int) -> Iterator[list[Any]]:
-    sizes = {"backbone.0.weight": 128, "backbone.0.bias": 16, "head.weight": 48, "head.bias": 3}
-    for turn in range(number):
-        name = draw.choice([*sizes])
-        key, bits = draw.choice((("", (31, 26)), ("exp_avg of ", (31, 26)), ("exp_avg_sq of ", (26, 24))))
-        yield [draw.randrange(4), 10 + 250 * turn, key + name, draw.randrange(sizes[name]), draw.choice(bits)]
-
-
-@pytest.mark.slow
-def test_all_ranks_are_equal_after_each_of_many_flips(tmp_path: Path) -> None:
-    heals(tmp_path, list(random_flips(random.Random(1), 5)), devices=4)
 
 
 def test_a_backbone_that_joins_training_is_not_averaged_and_the_report_says_so(tmp_path: Path) -> None:
