@@ -17,12 +17,8 @@ K = TypeVar("K")
 class Catalogue(Generic[K]):
     """Registry by name of a base class's subclasses with their options, found in the files beside it.
 
-    Args:
-        what: kind of the classes for errors, such as 'averager'.
-        base: base class. Subclasses with their own `name` are listed; each has a dataclass `Options` whose
-            fields with `init` are the options.
-        argument: name of a configuration entry in errors; None for `what`.
-        remark: end of the error for an entry without a name.
+    Listed are subclasses with a `name` of their own. Each has a dataclass `Options` whose fields with `init`
+    are the options. Errors call the classes `what` and an entry `argument`.
     """
 
     def __init__(self, what: str, base: type[K], *, argument: str | None = None, remark: str = "") -> None:

@@ -132,18 +132,10 @@ class Communication:
         loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
-        """Build the hook and register it with `model`, a `BucketedDDP`.
+        """Build the hook and register it with `model`, a `BucketedDDP`; all ranks must call it.
 
-        Collective: all ranks must call it.
-
-        Args:
-            model: the wrapper, of the ranks of `group`, with gradients on `device`.
-            node_size: number of ranks on a node.
-            loss_scale: returns the present loss scale of mixed precision; called in jobs of the hook.
-            scaler: returns the loss scaler, or None.
-
-        Raises:
-            ConfigurationError: the ranks have different hooks or averagers.
+        `node_size` is the number of ranks on a node. Jobs of the hook call `loss_scale`, which returns the
+        loss scale of mixed precision. Raises ConfigurationError if ranks have different hooks or averagers.
         """
         self._model = model
         self._scaler, self._loss_scale = scaler, loss_scale
@@ -356,15 +348,10 @@ class Communication:
         names: Iterable[str],
         read: Callable[[str], dict[str, Any]],
     ) -> list[str]:
-        """Restore the state that `save` has saved, without communication.
+        """Restore what `save` has saved, without communication; return a sentence per item not restored.
 
-        Args:
-            checkpoint: the checkpoint that was loaded from `path`, which is None if unknown.
-            names: qualified names of the parameters.
-            read: reads a dict from a path; raises FileNotFoundError if there is no file.
-
-        Returns:
-            One sentence for each item that could not be restored.
+        `path` is None if unknown; `names` are those of the parameters. `read` reads a dict from a path, and
+        raises FileNotFoundError if there is no file.
         """
         shared = checkpoint.get(STATE_KEY)
         if shared is None:
@@ -390,11 +377,7 @@ class Communication:
         return state
 
     def _own_state(self) -> dict[str, Any]:
-        """Return the state that differs between ranks.
-
-        That is residuals; in local training also optimizers and the loss scale, as each rank then skips the
-        steps in which its own gradients overflow.
-        """
+        """Return the state that differs between ranks: residuals, and in local training the optimizers."""
         state: dict[str, Any] = {}
         if self._stateful is not None:
             hook = _pick(self._stateful, shared=False)
@@ -402,7 +385,7 @@ class Communication:
                 state["hook"] = hook
         if self.averager is not None and self.is_local:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
-            if self._scaler() is not None:
+            if self._scaler() is not None:  # each rank skips the steps in which its own gradients overflow
                 state["scaler"] = self._scaler().state_dict()
         return state
 

@@ -57,11 +57,7 @@ class Recording:
 
 
 def save(folder: Path, recording: Recording) -> Path:
-    """Write a recording to `folder/rank<r>.json`, creating the folder if needed; return the path.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
+    """Write a recording to `folder/rank<r>.json`, creating the folder if needed; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{recording.rank}.json"
     part = path.with_suffix(".part")
@@ -165,10 +161,9 @@ class SlowRanks:
         self._streaks: dict[int, _Streak] = {}
 
     def add(self, late: Lateness, limit_us: float) -> list[SlowRank]:
-        """Add new steps' lateness; return ranks late by more than `limit_us` for enough successive steps.
+        """Add new steps' lateness; return ranks late by more than `limit_us` for `num_steps` in a row.
 
-        Returns:
-            Ranks that have been late for `num_steps` now, or for twice as many steps as when last returned.
+        A rank is returned again once its number of late steps has doubled.
         """
         for now in zip_longest(*late.values()):
             self._add_step(dict(zip(late, now, strict=True)), limit_us)
@@ -233,12 +228,7 @@ class Lane:
 
 
 def lanes_of(recordings: Sequence[Recording], *, num_steps: int) -> list[Lane]:
-    """Return the ranks' timelines on one time axis, which begins with the first shown moment.
-
-    Args:
-        recordings: recordings of different ranks, at least one; steps are matched by their number.
-        num_steps: number of the last common steps to show.
-    """
+    """Return the timelines of the last `num_steps` common steps, on one time axis from the first moment."""
     common = set.intersection(*({step.step for step in recording.steps} for recording in recordings))
     shown = sorted(common)[-num_steps:]
     shifts = [_shift(recordings[0], recording, common) for recording in recordings]
