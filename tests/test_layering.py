@@ -26,7 +26,7 @@ HOUSE = (
     ("communication", "ddp"),
     ("replica_check",),
     ("elastic", "strategy_core"),
-    ("fabric", "loop_parts"),
+    ("fabric",),
     ("strategy",),
     ("callbacks", "trainer", "variants"),
     ("conf", "tools"),
@@ -44,7 +44,6 @@ KNOWS_LIGHTNING = {
     "trainer",
     "variants",
     "launch",
-    "loop_parts",
     "tools",
 }
 READS_ENVIRONMENT = {"hydra_jobs", "launch", "tools"}
