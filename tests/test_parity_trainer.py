@@ -21,7 +21,6 @@ ALL_CASES = [
     "accumulate",
     "clip",
     "bf16",
-    "manual",
     "manual_accumulate",
     "gan",
     "compiled",
