@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_ddp._lightning import Trainer as LightningTrainer
-from lightning_ddp._lightning import bind, bind_like, loaded_roots, num_cuda_devices
+from lightning_ddp._lightning import bind, bind_like, lightnings, loaded_roots
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.strategy import CustomDDPStrategy
 
@@ -84,7 +84,7 @@ def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int]:
             gpus = [int(part) for part in gpus.split(",") if part.strip()] if "," in gpus else int(gpus)
         except ValueError:
             raise malformed from None
-    available = num_cuda_devices()
+    available = int(lightnings("CUDAAccelerator").auto_device_count())
     if type(gpus) is int and gpus >= -1:
         count = available if gpus == -1 else gpus
         if count > available or (gpus == -1 and available == 0):
