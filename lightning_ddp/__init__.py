@@ -65,7 +65,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name because of it
         if name == "Trainer":
             return importlib.import_module("lightning_ddp.trainer").trainer_class()
         if name == "RayCustomDDPStrategy":
-            return importlib.import_module("lightning_ddp.ray_train").ray_strategy_class()
+            return importlib.import_module("lightning_ddp.trainer").ray_strategy_class()
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"lightning_ddp.{_LATER[name]}"), name)

@@ -317,10 +317,6 @@ def capture_globals() -> Any:
     return lightnings("GlobalStateSnapshot").capture()
 
 
-def num_cuda_devices() -> int:
-    return int(lightnings("CUDAAccelerator").auto_device_count())
-
-
 def sigterm_exception(trainer: Trainer) -> Any:
     """Return Lightning's exception class that ends the loops of a Trainer on SIGTERM."""
     return lightnings("SIGTERMException", _root_of(trainer))

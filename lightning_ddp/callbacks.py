@@ -7,6 +7,7 @@ import socket
 import statistics
 import threading
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -118,17 +119,8 @@ class CommunicationMonitor(Callback):
         self._exchange.close()
         self._begin_exchange(trainer)  # without the partial interval, which ranks may have counted otherwise
         cause = "" if change.cause is None else cause_of(change.cause).strip().partition("\n")[0]
-        self._changes.append(
-            Change(
-                step=step,
-                old_world_size=change.old_world_size,
-                new_world_size=change.new_world_size,
-                lost_ranks=list(change.lost_ranks),
-                joined_ranks=list(change.joined_ranks),
-                seconds=change.seconds,
-                cause=cause,
-            )
-        )
+        values = {field.name: getattr(change, field.name) for field in fields(Change)}
+        self._changes.append(Change(**{**values, "step": step, "cause": cause}))
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Log communication metrics once per interval, and send this rank's delays to rank 0."""

@@ -1,31 +1,24 @@
-"""Catalogue of hooks or averagers by name, and identity of a hook for comparison between ranks."""
+"""Catalogue of hooks or averagers by name."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from types import CodeType
 from typing import Any, Generic, TypeVar
 
 from lightning_ddp.errors import ConfigurationError, closest
 
 K = TypeVar("K")
-_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Catalogue(Generic[K]):
     """Registry by name of a base class's subclasses with their options, found in the files beside it.
 
-    Args:
-        what: kind of the classes for errors, such as 'averager'.
-        base: base class. Subclasses with their own `name` are listed; each has a dataclass `Options` whose
-            fields with `init` are the options.
-        argument: name of a configuration entry in errors; None for `what`.
-        remark: end of the error for an entry without a name.
+    Listed are subclasses with a `name` of their own. Each has a dataclass `Options` whose fields with `init`
+    are the options. Errors call the classes `what` and an entry `argument`.
     """
 
     def __init__(self, what: str, base: type[K], *, argument: str | None = None, remark: str = "") -> None:
@@ -94,32 +87,3 @@ def hook_name(hook: Any) -> str:
         hook = hook.func
     own = getattr(hook, "name", None)
     return own if isinstance(own, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
-
-
-def describe_hook(hook: Any) -> str:
-    """Return a hook's name with its options, or with a digest of its code; equal for equal hooks."""
-    if hook is None:
-        return "none"
-    options = getattr(hook, "options", None)
-    if isinstance(getattr(hook, "name", None), str) and options is not None:
-        return f"{hook_name(hook)} ({options})"
-    arguments = []
-    while isinstance(hook, functools.partial):
-        given = [*enumerate(hook.args), *sorted(hook.keywords.items())]
-        arguments += [f"{key}={value!r}" for key, value in given if isinstance(value, _PLAIN)]
-        hook = hook.func
-    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-    digest = _digest(code) if isinstance(code, CodeType) else "-"
-    module = getattr(hook, "__module__", "")
-    return f"{module}.{hook_name(hook)} ({', '.join([*arguments, f'code {digest}'])})"
-
-
-def _digest(code: CodeType) -> str:
-    """Return a hash of a code object's instructions, names and plain constants, which paths do not change."""
-    parts = [repr(code.co_code), repr(code.co_names)]
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            parts.append(_digest(constant))
-        elif isinstance(constant, _PLAIN):
-            parts.append(repr(constant))
-    return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]

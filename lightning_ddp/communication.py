@@ -1,15 +1,30 @@
-"""The hook and the averager of one run: checked arguments, wiring to a wrapper, state for checkpoints."""
+"""The hook and the averager of one run: checked arguments, wiring to a wrapper, state in checkpoints.
+
+State that is the same on all ranks is in the checkpoint under "lightning_ddp". Residuals and the optimizer
+state of local training differ between ranks, and are too large to be gathered on rank 0: each rank writes its
+own to `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files loads; that state starts from
+scratch.
+
+Each save has a new token, which is in the checkpoint. So replacing the checkpoint replaces the files with
+it, atomically. All ranks have written their files before that. After it they remove the files of earlier
+saves, and files of a run that was killed in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from enum import Enum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec  # type: ignore[import-untyped]  # has no stubs
 import torch
 
-from lightning_ddp.catalogue import describe_hook, hook_name
-from lightning_ddp.comm import all_gather_objects, broadcast_nested
+from lightning_ddp.catalogue import hook_name
+from lightning_ddp.comm import all_gather_objects, barrier, broadcast_nested
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
@@ -18,7 +33,11 @@ if TYPE_CHECKING:  # a run without hook and averager does not import them, which
     from lightning_ddp.hooks import Hook, HookPlan, StatefulHook
 
 
+STATE_KEY = "lightning_ddp"  # key of the package's state in a checkpoint
 STATE_FORMAT = 1  # version of the dictionary that `Communication.shared_state` returns
+_TOKEN_CHARACTERS = 8
+_ERROR_CHARACTERS = 200
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Equal(Enum):
@@ -113,18 +132,10 @@ class Communication:
         loss_scale: Callable[[], float | torch.Tensor],
         scaler: Callable[[], Any] = _no_scaler,
     ) -> None:
-        """Build the hook and register it with `model`, a `BucketedDDP`.
+        """Build the hook and register it with `model`, a `BucketedDDP`; all ranks must call it.
 
-        Collective: all ranks must call it.
-
-        Args:
-            model: the wrapper, of the ranks of `group`, with gradients on `device`.
-            node_size: number of ranks on a node.
-            loss_scale: returns the present loss scale of mixed precision; called in jobs of the hook.
-            scaler: returns the loss scaler, or None.
-
-        Raises:
-            ConfigurationError: the ranks have different hooks or averagers.
+        `node_size` is the number of ranks on a node. Jobs of the hook call `loss_scale`, which returns the
+        loss scale of mixed precision. Raises ConfigurationError if ranks have different hooks or averagers.
         """
         self._model = model
         self._scaler, self._loss_scale = scaler, loss_scale
@@ -150,7 +161,7 @@ class Communication:
         """Raise ConfigurationError if ranks have different hooks or averagers; all ranks must call it."""
         plan, averaging = self._hook_plan, str(self.averager_plan)
         name = plan.name if plan is not None else hook_name(hook) if hook is not None else "none"
-        mine = (name, str(plan) if plan is not None else describe_hook(hook), averaging)
+        mine = (name, str(plan) if plan is not None else _describe(hook), averaging)
         everyone = all_gather_objects(group, mine, device)
         first_name, first_hook, first_averaging = everyone[0]
         for rank, (other_name, other, other_averaging) in enumerate(everyone):
@@ -290,7 +301,62 @@ class Communication:
                 self.averager.catch_up(shared)
                 self._follow()
 
-    # ------------------------------------------------------------------ state
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(
+        self,
+        checkpoint: MutableMapping[str, Any],
+        path: str | Path,
+        group: Group,
+        device: torch.device,
+        write: Callable[[dict[str, Any], str], None],
+    ) -> None:
+        """Add the shared state to a checkpoint; return once all ranks have written their files.
+
+        Collective: all ranks must call it, with synchronized parameters.
+        """
+        added: dict[str, Any] = {}
+        self.add_shared(added, path, group.size)
+        if not added:
+            return
+        state = added[STATE_KEY]
+        state["token"] = broadcast_nested(group, state["token"], 0, device)
+        own = self._own_state()
+        state["has_rank_files"] = any(all_gather_objects(group, bool(own), device))
+        if state["has_rank_files"]:
+            header = {"format": STATE_FORMAT, "token": state["token"], "rank": group.rank}
+            write({**header, "world_size": group.size, **own}, rank_file(path, group.rank, state["token"]))
+            barrier(group, device, "files of the ranks")
+        checkpoint.update(added)
+
+    def add_shared(self, checkpoint: MutableMapping[str, Any], path: str | Path, world_size: int) -> None:
+        """Add the shared state to a checkpoint that one rank writes without the others."""
+        if self.has_state:
+            header = {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
+            checkpoint[STATE_KEY] = {**self.shared_state(world_size), **header}
+
+    def resume(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | Path | None,
+        group: Group,
+        names: Iterable[str],
+        read: Callable[[str], dict[str, Any]],
+    ) -> list[str]:
+        """Restore what `save` has saved, without communication; return a sentence per item not restored.
+
+        `path` is None if unknown; `names` are those of the parameters. `read` reads a dict from a path, and
+        raises FileNotFoundError if there is no file.
+        """
+        shared = checkpoint.get(STATE_KEY)
+        if shared is None:
+            begins = "the checkpoint has no state of hooks or averagers, so they start from scratch"
+            return [begins] if self.has_state else []
+        own = _read_own(shared, path, group, read) if shared["has_rank_files"] else None
+        if isinstance(own, str):
+            note = f"rank {group.rank}: residuals and optimizer state of its own start from scratch: {own}"
+            return [note, *self.load(shared, None, names)]
+        return self.load(shared, own, names)
 
     @property
     def has_state(self) -> bool:
@@ -305,12 +371,8 @@ class Communication:
             state["averager"] = self.averager.state_dict()
         return state
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the hook's and averager's state that differs between ranks.
-
-        That is residuals; in local training also optimizers and the loss scale, as each rank then skips the
-        steps in which its own gradients overflow.
-        """
+    def _own_state(self) -> dict[str, Any]:
+        """Return the state that differs between ranks: residuals, and in local training the optimizers."""
         state: dict[str, Any] = {}
         if self._stateful is not None:
             hook = _pick(self._stateful, shared=False)
@@ -318,7 +380,7 @@ class Communication:
                 state["hook"] = hook
         if self.averager is not None and self.is_local:
             state["optimizers"] = [track.optimizer.state_dict() for track in self.averager.tracks]
-            if self._scaler() is not None:
+            if self._scaler() is not None:  # each rank skips the steps in which its own gradients overflow
                 state["scaler"] = self._scaler().state_dict()
         return state
 
@@ -354,6 +416,40 @@ class Communication:
         return notes
 
 
+def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
+    """Return the path of the file beside a checkpoint that holds one rank's own state.
+
+    >>> rank_file("runs/last.ckpt", 3, "0123456789abcdef")
+    'runs/last.ckpt.rank3.01234567.pt'
+    """
+    return f"{checkpoint}.rank{rank}.{token[:_TOKEN_CHARACTERS]}.pt"
+
+
+def remove_rank_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = ()) -> None:
+    """Remove one rank's files beside a checkpoint, except those with a token in `keep`."""
+    system, path = fsspec.core.url_to_fs(str(checkpoint))
+    folder, _, name = path.rpartition("/")
+    kept = {rank_file(name, rank, token) for token in keep}
+    with suppress(FileNotFoundError):  # the folder is gone with the checkpoint
+        for entry in system.ls(folder, detail=False):
+            file = entry.rpartition("/")[2]
+            is_of_rank = file.startswith(f"{name}.rank{rank}.") and file.endswith(".pt")
+            if is_of_rank and file not in kept:
+                system.rm(entry)
+
+
+def _describe(hook: Any) -> str:
+    """Return the name of a hook that is a function or object, with its options or bound arguments."""
+    if hook is None:
+        return "none"
+    options = [str(hook.options)] if hasattr(hook, "options") else []
+    while isinstance(hook, functools.partial):
+        given = [*enumerate(hook.args), *sorted(hook.keywords.items())]
+        options += [f"{key}={value!r}" for key, value in given if isinstance(value, _PLAIN)]
+        hook = hook.func
+    return f"{getattr(hook, '__module__', '')}.{hook_name(hook)} ({', '.join(options)})"
+
+
 def _pick(hook: StatefulHook, *, shared: bool) -> dict[str, Any]:
     """Return a hook's state with only the tensors equal on all ranks, or with only the rank's own ones."""
     state = hook.state_dict()
@@ -369,3 +465,29 @@ def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     for name, values in own.get("tensors", {}).items():
         tensors.setdefault(name, {}).update(values)
     return {**shared, "tensors": tensors}
+
+
+def _read_own(
+    shared: Mapping[str, Any], path: str | Path | None, group: Group, read: Callable[[str], dict[str, Any]]
+) -> dict[str, Any] | str:
+    """Return the content of this rank's file beside a checkpoint, or the reason why there is none."""
+    if shared["world_size"] != group.size:
+        return f"they were saved by {shared['world_size']} ranks, but the run has {group.size}"
+    if path is None:
+        return "the path of the checkpoint is not known"
+    # A link or a copy of the checkpoint has a different name than its files.
+    places = (path, Path(path).parent / shared["name"], Path(path).resolve())
+    candidates = dict.fromkeys(rank_file(place, group.rank, shared["token"]) for place in places)
+    problem = f"{next(iter(candidates))} is missing"
+    for candidate in candidates:
+        try:
+            own = read(candidate)
+            if (own["token"], own["rank"]) == (shared["token"], group.rank):
+                return own
+            problem = f"{candidate} belongs to rank {own['rank']}, or to another checkpoint"
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # noqa: BLE001 (torch and pickle raise many kinds for a damaged file)
+            text = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+            problem = f"{candidate} cannot be read ({text})"
+    return problem

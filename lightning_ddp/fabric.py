@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import CheckpointIO, ClusterEnvironment, FabricDDPStrategy, pass_for_fabrics
-from lightning_ddp.communication import Communication, HookSpec
+from lightning_ddp.communication import STATE_KEY, Communication, HookSpec, remove_rank_files
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.shm.hosts import Transport
 from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, as_wrapper
@@ -183,11 +182,11 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
             communication.agree()
             state = dict(state)
             group, write = self._joined_group(), self.checkpoint_io.save_checkpoint
-            rank_files.save_state(communication, state, path, group, self.root_device, write)
+            communication.save(state, path, group, self.root_device, write)
         super().save_checkpoint(path, state, storage_options, filter)
-        if rank_files.KEY in state:
+        if STATE_KEY in state:
             self.barrier("checkpoint with files of the ranks")
-            rank_files.remove_files(path, self.global_rank, keep={state[rank_files.KEY]["token"]})
+            remove_rank_files(path, self.global_rank, keep={state[STATE_KEY]["token"]})
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint into models, optimizers, hook and averager."""
@@ -195,7 +194,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         wrapper, communication = self._set_up_of(state if isinstance(state, dict) else {})
         if communication is not None and not self._is_alone():
             self._load_state(communication, wrapper.module, remainder, path)
-            remainder.pop(rank_files.KEY, None)
+            remainder.pop(STATE_KEY, None)
         return remainder
 
     def _set_up_of(self, state: Mapping[str, Any]) -> tuple[Any, Communication | None]:

@@ -37,9 +37,7 @@ class Replica(NamedTuple):
 class ReplicaCheck:
     """Hashes of this rank's models in one run, to compare ranks. Used in the main thread; waits for no rank.
 
-    Args:
-        replicas: returns the models of this rank, the same list on all ranks.
-        facts: returns numbers that have to be equal on all ranks, by name.
+    `facts` returns numbers that have to be equal on all ranks, by name.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.utils.data import DistributedSampler
 
-import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import (
     FIRST_BARRIERS,
     Accelerator,
@@ -21,14 +22,17 @@ from lightning_ddp._lightning import (
     CheckpointIO,
     ClusterEnvironment,
     DDPStrategy,
+    ForwardRedirection,
     LightningModule,
     Precision,
+    ResultCollection,
     Trainer,
     bind_like,
     choose_backend,
     forget_loaders,
     is_fitting,
     layer_sync,
+    loaders_of,
     optimizers_to_device,
     read_rank_again,
     reset_seed,
@@ -36,15 +40,10 @@ from lightning_ddp._lightning import (
     set_training_results,
 )
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication import Communication, HookSpec
+from lightning_ddp.communication import STATE_KEY, Communication, HookSpec, remove_rank_files
+from lightning_ddp.ddp.buffers import copy_states, put_states
 from lightning_ddp.elastic import StepObserver
 from lightning_ddp.errors import ConfigurationError, MissingGradientError
-from lightning_ddp.loop_parts import (
-    LockstepResults,
-    ManualOptimizationRedirection,
-    require_lockstep,
-    shared_facts,
-)
 from lightning_ddp.shm.hosts import Transport
 from lightning_ddp.strategy_core import Debug, StartMethod, StrategyCore, UnevenInputs, as_wrapper
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
@@ -283,8 +282,17 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return [] if wrapper is None else [Replica(wrapper, self._communication, self.optimizers)]
 
     def _shared_facts(self) -> dict[str, Any]:
-        deals_batches = self._uneven_inputs is not None or self._observer.dealer is not None
-        return shared_facts(self.lightning_module.trainer, deals_batches)
+        """Return values that must be equal on all ranks of a fit, by name, for the replica check."""
+        trainer = self.lightning_module.trainer
+        facts: dict[str, Any] = {"global_step": trainer.global_step, "current_epoch": trainer.current_epoch}
+        if self._uneven_inputs is None and self._observer.dealer is None:
+            facts["number of training batches"] = trainer.num_training_batches
+        for index, loader in enumerate(loaders_of(trainer.fit_loop)):
+            sampler = getattr(loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler):  # in which all ranks shuffle alike
+                facts[f"seed of the sampler of dataloader {index}"] = sampler.seed
+                facts[f"epoch of the sampler of dataloader {index}"] = sampler.epoch
+        return facts
 
     def _num_steps(self) -> int:
         return int(self.lightning_module.trainer.global_step) + 1  # which counts it when it has returned
@@ -384,8 +392,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             device=self.root_device,
         )
         self._group = Group(group, context.control.interrupt, transport=self._transport)
-        wrapper = as_wrapper(self.model)
-        if wrapper is not None:
+        if (wrapper := as_wrapper(self.model)) is not None:
             wrapper.update_process_group(group)
         self._communication.rejoin(self._group, self.root_device)
         if self._lockstep is not None:
@@ -428,7 +435,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             dataloader = dealer.adopt(dataloader)
         if self._lockstep is None:
             return dataloader
-        require_lockstep(self.lightning_module)
+        _require_lockstep(self.lightning_module)
         if dealer is None:
             return self._lockstep.wrap(dataloader)
         most, spare = partial(dealer.most, dataloader), partial(dealer.spare, dataloader)
@@ -458,8 +465,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Prepare the reduction of gradients in the next backward pass of manual optimization."""
-        wrapper = as_wrapper(self.model)
-        if wrapper is not None and not self._is_automatic():
+        if (wrapper := as_wrapper(self.model)) is not None and not self._is_automatic():
             wrapper.prepare_for_backward(closure_loss)
 
     def backward(
@@ -500,9 +506,9 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """Return the closure's loss averaged over the ranks, so that all call the closure equally often."""
         loss = closure()
-        if loss is not None:
-            loss = self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
-        return loss
+        if loss is None:
+            return None
+        return self.reduce(torch.as_tensor(loss, device=self.root_device).detach().clone())
 
     def _is_automatic(self) -> bool:
         return self.lightning_module is None or bool(self.lightning_module.automatic_optimization)
@@ -559,8 +565,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def on_train_end(self) -> None:
         """Average parameters, in local training, and copy the buffers of rank 0; all ranks must call it."""
         self._agree()
-        wrapper = as_wrapper(self.model)
-        if wrapper is not None:
+        if (wrapper := as_wrapper(self.model)) is not None:
             wrapper.sync_buffers()
         super().on_train_end()
 
@@ -579,10 +584,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint, and a file per rank if the hook or averager has state; see `rank_files`.
-
-        Collective: all ranks must call it.
-        """
+        """Write the checkpoint, and a file per rank if hook or averager has state; all ranks must call it."""
         files: Any = self.checkpoint_io
         is_async = isinstance(files, AsyncCheckpointIO)
         if "optimizer_states" in checkpoint and not self._is_alone():
@@ -590,32 +592,32 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
                 files = files.checkpoint_io
             arguments = (checkpoint, filepath, self._joined_group(), self.root_device)
             write = partial(files.save_checkpoint, storage_options=storage_options)
-            save = partial(rank_files.save_state, self._communication, *arguments, write)
+            save = partial(self._communication.save, *arguments, write)
             self._together(None, save, lambda: None)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        state = checkpoint.get(rank_files.KEY)
+        state = checkpoint.get(STATE_KEY)
         if state is None or self._is_alone():
             return
         self.barrier("checkpoint with files of the ranks")
         keep = {state["token"]}
         if is_async and str(filepath) in self._tokens:  # the previous checkpoint may still be in place
             keep.add(self._tokens[str(filepath)])
-        rank_files.remove_files(filepath, self.global_rank, keep=keep)
+        remove_rank_files(filepath, self.global_rank, keep=keep)
         self._tokens = {**self._tokens, str(filepath): state["token"]}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and keep its path to find the files of the ranks beside it."""
         self._resumed_from = checkpoint_path
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        if rank_files.KEY in loaded:
-            self._tokens = {**self._tokens, str(checkpoint_path): loaded[rank_files.KEY]["token"]}
+        if STATE_KEY in loaded:
+            self._tokens = {**self._tokens, str(checkpoint_path): loaded[STATE_KEY]["token"]}
         return loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and this rank's file beside it."""
         super().remove_checkpoint(filepath)
         if self._communication.has_state:
-            rank_files.remove_files(filepath, self.global_rank)
+            remove_rank_files(filepath, self.global_rank)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers, and in a run hook and averager; log each item that could not be restored."""
@@ -672,8 +674,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def teardown(self) -> None:
         """Unwrap the model; release its gradient buckets and batches."""
-        wrapper = as_wrapper(self.model)
-        if wrapper is not None:
+        if (wrapper := as_wrapper(self.model)) is not None:
             wrapper.teardown()
             self.model = self.lightning_module
         if self._lockstep is not None:
@@ -687,3 +688,60 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
 CustomDDPPlugin = CustomDDPStrategy
 """Name of the strategy from the time when Lightning called strategies plugins."""
+
+# ---------------------------------------------------------------------- parts of Lightning's loops
+
+
+class ManualOptimizationRedirection(ForwardRedirection):
+    """Forward redirection that turns gradient synchronization off inside a manual `training_step`."""
+
+    def __init__(self, communication: Communication) -> None:
+        super().__init__()
+        self._communication = communication
+
+    def on_after_inner_forward(self, wrapper_module: torch.nn.Module, original_module: Any) -> None:
+        self._set_sync(wrapper_module, original_module, is_on=False)
+
+    def on_after_outer_forward(self, wrapper_module: torch.nn.Module, original_module: Any) -> None:
+        self._set_sync(wrapper_module, original_module, is_on=self._communication.synchronises_backward)
+
+    def _set_sync(self, wrapper_module: torch.nn.Module, original_module: Any, *, is_on: bool) -> None:
+        wrapper = as_wrapper(wrapper_module)
+        if wrapper is not None and not original_module.automatic_optimization:
+            wrapper.require_backward_grad_sync = is_on
+
+
+class LockstepResults(ResultCollection):
+    """Logged training values, without those that a rank logs while it repeats its last batch."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        super().__init__(training=True)
+        self._lockstep = lockstep
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        metric = self[key]
+        # Values for the epoch are logged after its last step.
+        is_replay = self._lockstep.turn.is_replay and not key.startswith("on_train_epoch")
+        before = copy_states(metric) if is_replay else {}
+        super().update_metrics(key, value, batch_size)
+        put_states(metric, before)
+        if metric.is_tensor and metric.meta.is_mean_reduction:
+            # The batch size differs between ranks, and the mean of integers would be rounded.
+            metric.cumulated_batch_size = metric.cumulated_batch_size.to(metric.value.dtype)
+
+
+def _require_lockstep(module: LightningModule) -> None:
+    """Raise ConfigurationError where `uneven_inputs` cannot work: `dataloader_iter`, a resume in an epoch."""
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigurationError(
+            "uneven_inputs needs a training_step(batch, batch_idx). A training_step with dataloader_iter"
+            " fetches batches itself, so it is not known which step a batch belongs to."
+        )
+    loop = module.trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    if loop.restarting and progress.current.ready and not progress.is_last_batch:
+        raise ConfigurationError(
+            f"uneven_inputs cannot resume inside an epoch, here after {progress.current.ready} batches,"
+            " because the checkpoint does not contain which batches each rank has used. Resume from a"
+            " checkpoint of the end of an epoch."
+        )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
-import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import adopt, bind_like, choose_backend, lightnings, set_launcher
 from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather, all_reduce_coalesced, barrier, broadcast_nested
@@ -283,7 +282,7 @@ class StrategyCore:
         """Restore hook and averager from a checkpoint; log each item that could not be restored."""
         names = [name for name, _ in module.named_parameters()]
         group, read = self._joined_group(), self.checkpoint_io.load_checkpoint
-        for note in rank_files.load_state(communication, checkpoint, path, group, names, read):
+        for note in communication.resume(checkpoint, path, group, names, read):
             _log.warning("resuming from %s: %s", path, note)
 
     def _loss_scale(self) -> float:

@@ -1,13 +1,17 @@
-"""Lightning's Trainer, with the spellings that Lightning 2 dropped: `gpus=` and `num_processes=`."""
+"""Classes made on first use: Lightning's Trainer with `gpus=`, and the strategy for Ray Train's Trainer."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lightning_ddp._lightning import Trainer as LightningTrainer
-from lightning_ddp._lightning import bind, loaded_roots, num_cuda_devices
+from lightning_ddp._lightning import bind, bind_like, lightnings, loaded_roots
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.strategy import CustomDDPStrategy
 
 
 class Trainer(LightningTrainer):
@@ -80,7 +84,7 @@ def _parse_gpus(gpus: int | str | Sequence[int]) -> list[int]:
             gpus = [int(part) for part in gpus.split(",") if part.strip()] if "," in gpus else int(gpus)
         except ValueError:
             raise malformed from None
-    available = num_cuda_devices()
+    available = int(lightnings("CUDAAccelerator").auto_device_count())
     if type(gpus) is int and gpus >= -1:
         count = available if gpus == -1 else gpus
         if count > available or (gpus == -1 and available == 0):
@@ -99,3 +103,44 @@ def _lacking(gpus: Any, available: int, num_wanted: int) -> ConfigurationError:
     here = f"but this machine has {available} GPU" + ("" if available == 1 else "s")
     hint = "" if available else f"; for processes on the CPU pass num_processes={num_wanted or 2}"
     return ConfigurationError(f"gpus={gpus!r}, {here}{hint}")
+
+
+@functools.cache
+def ray_strategy_class() -> type[CustomDDPStrategy]:
+    """Return `RayCustomDDPStrategy`, a subclass of this package's strategy and of Ray's own.
+
+    `ray.train.lightning.prepare_trainer` accepts subclasses of its strategies only. Ray starts the workers,
+    and makes their process group before it calls the training function; ranks and devices are Ray's.
+    """
+    # an optional dependency
+    from ray.train.lightning import RayDDPStrategy  # type: ignore[import-not-found,unused-ignore]
+
+    ours: Any = bind_like(RayDDPStrategy, CustomDDPStrategy)
+
+    class RayCustomDDPStrategy(ours, RayDDPStrategy):  # type: ignore[misc]
+        """Strategy for `ray.train.torch.TorchTrainer`: arguments of `CustomDDPStrategy`, ranks of Ray.
+
+        Args:
+            **kwargs: As `CustomDDPStrategy`. Ray's `TorchConfig` has the backend and the timeout.
+
+        Raises:
+            ConfigurationError: `on_failure` is not "stop": Ray ends all workers when one fails.
+        """
+
+        def __init__(self, **kwargs: Any) -> None:
+            if kwargs.get("on_failure", "stop") != "stop":
+                raise ConfigurationError(
+                    f"on_failure={kwargs['on_failure']!r}: Ray Train ends all workers when one fails. Set"
+                    " FailureConfig(max_failures=...) to start them again from the last checkpoint, or start"
+                    " the script with `python -m lightning_ddp run`, without Ray"
+                )
+            super().__init__(**kwargs)
+
+        @property
+        def root_device(self) -> torch.device:
+            """Device that Ray gave to this worker."""
+            device: torch.device = RayDDPStrategy.root_device.fget(self)
+            return device
+
+    RayCustomDDPStrategy.__qualname__ = "RayCustomDDPStrategy"
+    return RayCustomDDPStrategy

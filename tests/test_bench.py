@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare
 from lightning_ddp.tools.bench.failures import run_to_recovery

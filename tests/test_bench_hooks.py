@@ -9,7 +9,7 @@ import statistics
 import pytest
 from harness.namespaces import can_shape_links
 
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.tools.bench import Result
 from lightning_ddp.tools.bench.hooks import CONTENDERS, NONE, format_links, merge_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import launch
 from lightning_ddp.tools.bench.launch import ALONE, WITH_OURS, time_first_batch, time_import

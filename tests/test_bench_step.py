@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness.namespaces import can_shape_links
 
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.tools import ToolError, models
 from lightning_ddp.tools.bench import Comparison, step
 from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps

@@ -16,7 +16,7 @@ import pytest
 from harness import run_script
 from test_verify import RESIDUAL_AFTER_OVERFLOW, WRONG_DIVISOR
 
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.tools.doctor.checklist import ITEMS
 
 NOT_ON_A_CPU = {2, 8, 12, 13, 20, 21, 25, 26, 28}

@@ -9,18 +9,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from given_gradients import Run, random_grads
-from harness import ScriptResult, on_ranks, run_script, run_threads
+from harness import on_ranks, run_script, run_threads
 from harness.communication_script import RESUMED, Network, loader
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
 
-from lightning_ddp import CustomDDPStrategy
+from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.comm.group import Group
-from lightning_ddp.communication import Communication
+from lightning_ddp.communication import Communication, rank_file
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.rank_files import load_state, rank_file, save_state
 
 pytestmark = pytest.mark.xdist_group("communication_trainer")  # they share what the fixtures make
 SCRIPT = Path(__file__).parent / "harness" / "communication_script.py"
@@ -33,12 +32,6 @@ def run_case(case: str, folder: Path, *options: str) -> list[Any]:
     return [torch.load(folder / f"result.{rank}") for rank in range(2)]
 
 
-def run_failing(case: str, folder: Path, *options: str) -> ScriptResult:
-    result = run_script(SCRIPT, [case, str(folder), *options], timeout_s=60)
-    assert result.returncode != 0
-    return result
-
-
 def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert a["state"].keys() == b["state"].keys()
     for name, tensor in a["state"].items():
@@ -49,35 +42,20 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return run_case("plain", tmp_path_factory.mktemp("plain"))
+def resumed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resumed")
+    return folder, run_case("resumed", folder)
 
 
-def test_the_hook_allreduce_trains_as_lightnings_ddp(plain):
-    for answer in plain:
-        assert_same(answer["ddp"], answer["allreduce"])
-
-
-def test_parameters_are_apart_between_rounds_and_agree_at_the_end(plain):
-    """Four batches of four an epoch and rank; of the accumulated run, two steps an epoch."""
-    for answer in plain:
-        spread = [value > 0 for value in answer["accumulated"]["spread"]]
+def test_parameters_are_apart_between_rounds_and_agree_at_the_end_and_in_validation(resumed):
+    """Four batches of four an epoch and rank, two steps an epoch."""
+    answers = [answer["accumulated"] for answer in resumed[1]]
+    for answer in answers:
+        spread = [value > 0 for value in answer["spread"]]
         # steps 1 and 2 with averaged gradients, step 3 alone, step 4 ends with a round
         assert spread == [False, False, False, False, False, True, True, False]
-    assert_same(plain[0]["accumulated"], plain[1]["accumulated"])
-
-
-def test_two_optimizers_by_hand_are_both_averaged(plain):
-    for answer in plain:
-        spread = [value > 0 for value in answer["manual"]["spread"]]
-        # each optimizer: two steps together, then rounds after every second step of its own
-        assert spread == [False, False, True, False, True, False, True, False]
-    assert_same(plain[0]["manual"], plain[1]["manual"])
-
-
-def test_all_ranks_validate_one_model(plain):
-    for run in ("accumulated", "manual"):
-        assert plain[0][run]["validated"].equal(plain[1][run]["validated"])
+    assert_same(*answers)
+    assert answers[0]["validated"].equal(answers[1]["validated"])
 
 
 @pytest.mark.parametrize(
@@ -109,22 +87,16 @@ def test_momentum_is_not_applied_twice(group):
         communication.start(run.module, [optimizer], Group(group))
 
 
-# ---------------------------------------------------------------- failures
-
-
-def test_hooks_that_differ_between_ranks_end_the_run_at_once(tmp_path):
-    result = run_failing("different", tmp_path)
-    assert "the ranks have different communication hooks" in result.stderr
-    assert "'bf16' on rank 1, 'fp16' on rank 0. Rank 1 has bf16(), rank 0 has fp16()" in result.stderr
+@on_ranks(2)
+def test_hooks_that_differ_between_ranks_are_named_when_they_are_registered(rank, group):
+    communication = Communication(("fp16", "bf16")[rank])
+    model = BucketedDDP(torch.nn.Linear(1, 1), process_group=group)
+    named = r"'bf16' on rank 1, 'fp16' on rank 0\. Rank 1 has bf16\(\), rank 0 has fp16\(\)"
+    with pytest.raises(ConfigurationError, match=f"the ranks have different communication hooks.*{named}"):
+        communication.register(model, Group(group), CPU, node_size=2, loss_scale=lambda: 1.0)
 
 
 # ---------------------------------------------------------------- checkpoints
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resumed")
-    return folder, run_case("resumed", folder)
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -142,11 +114,8 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(name, resumed):
     assert ("hook" in checkpoint["lightning_ddp"]) == ("ddp_comm_hook" in RESUMED[name])
 
 
-@pytest.mark.parametrize("killed", ["last.ckpt", "last.ckpt.rank1.*"])
-def test_a_run_that_is_killed_while_it_overwrites_its_checkpoint_resumes_bit_for_bit(
-    killed, resumed, tmp_path
-):
-    run_failing("killed", tmp_path, killed)
+def test_a_run_that_is_killed_while_it_overwrites_its_checkpoint_resumes_bit_for_bit(resumed, tmp_path):
+    assert run_script(SCRIPT, ["killed", str(tmp_path)], timeout_s=60).returncode != 0
     for answer, expected in zip(run_case("continued", tmp_path), resumed[1], strict=True):
         assert_same(expected["sign"]["undisturbed"], answer)
     token = torch.load(tmp_path / "last.ckpt")["lightning_ddp"]["token"]
@@ -194,7 +163,7 @@ def saved_by_threads(folder: Path, world_size: int) -> list[dict[str, Any]]:
         run, communication = hooked(group)
         run.step(random_grads(rank, 0))
         checkpoint: dict[str, Any] = {}
-        save_state(communication, checkpoint, folder / "a.ckpt", Group(group), CPU, torch.save)
+        communication.save(checkpoint, folder / "a.ckpt", Group(group), CPU, torch.save)
         return checkpoint
 
     return run_threads(rank_main, world_size)
@@ -214,7 +183,7 @@ def test_with_other_ranks_residuals_are_reset_and_the_rest_is_kept(tmp_path):
 
     def rank_main(rank, _, group):
         run, communication = hooked(group)
-        notes = load_state(communication, checkpoint, tmp_path / "a.ckpt", Group(group), [], torch.load)
+        notes = communication.resume(checkpoint, tmp_path / "a.ckpt", Group(group), [], torch.load)
         return notes, run.hook.step, sorted(run.state("q")), run.state("error")
 
     for rank, (notes, step, factors, errors) in enumerate(run_threads(rank_main, 3)):
@@ -254,8 +223,8 @@ def test_a_file_that_cannot_be_used_is_named_and_the_rest_is_kept(what, tmp_path
 
     def rank_main(rank, _, group):
         run, communication = hooked(group)
-        notes = load_state(communication, checkpoint, path, Group(group), [], torch.load)
-        notes += load_state(communication, {}, path, Group(group), [], torch.load)
+        notes = communication.resume(checkpoint, path, Group(group), [], torch.load)
+        notes += communication.resume({}, path, Group(group), [], torch.load)
         return notes, run.hook.step, run.state("error")
 
     (notes, step, errors), (broken_notes, broken_step, broken_errors) = run_threads(rank_main, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_script, run_threads
 
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.tools.doctor import diagnosis, format_report, machine
 from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place
 from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
@@ -340,7 +340,7 @@ def test_a_master_that_does_not_answer_fails_within_the_deadline(capsys, set_mas
 
 LAUNCHED = """
 import sys
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 sys.exit(main(["doctor", *sys.argv[1:]]))
 """
 

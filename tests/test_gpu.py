@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.ddp.replica_hash import StateHasher, state_of_optimizers
 from lightning_ddp.telemetry.step_record import StepRecord
 

@@ -123,7 +123,7 @@ def test_no_forked_process_communicates_before_all_have_been_forked(what, tmp_pa
     else:
         rest = [*what.split(), "--device=cpu", "--processes=3", "--only=gradients, defaults"]
         script.write_text(
-            LOOKS_BEFORE_IT_FORKS + "from lightning_ddp.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+            LOOKS_BEFORE_IT_FORKS + "from lightning_ddp.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
         )
     run_script(script, rest, timeout_s=DEADLINE_S).check()
     if what == "custom_ddp_fork":

@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import lightning_ddp
 from lightning_ddp import CustomDDPStrategy, available_variants, register_variant, variants
-from lightning_ddp.cli import main
+from lightning_ddp.__main__ import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.variants import BUILTIN
 

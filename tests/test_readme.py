@@ -15,8 +15,8 @@ from harness import run_script
 from kubeflow_trainer_api import models as schemas
 
 import lightning_ddp
+from lightning_ddp.__main__ import build_parser
 from lightning_ddp.averaging import available_averagers
-from lightning_ddp.cli import build_parser
 from lightning_ddp.hooks import available_hooks
 from lightning_ddp.launch.environment import nodes_of
 

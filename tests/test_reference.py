@@ -18,7 +18,7 @@ import pytest
 
 import lightning_ddp
 from lightning_ddp import BucketedDDP, CustomDDPStrategy, averaging, callbacks, comm, errors, hooks
-from lightning_ddp.cli import build_parser
+from lightning_ddp.__main__ import build_parser
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, ReplicaCheckSettings
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import lateness

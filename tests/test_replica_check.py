@@ -7,7 +7,6 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import nn
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.ddp.replica_hash import State, StateHasher, state_of_optimizers, words_of
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.supervise.disagreement import join_ranks
 from lightning_ddp.supervise.protocol import StateHashes, StateRequest, StateValues
 from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
 
@@ -366,33 +364,15 @@ def train(folder: Path, **order: Any) -> tuple[Any, list[list[dict[str, Any]]]]:
     return result, notes
 
 
-FLIPS = {
-    "a weight": [1, 9, "backbone.0.weight", 17, 31],
-    "a moment": [2, 5, "exp_avg_sq of head.bias", 1, 25],
-    "a count of steps": [0, 7, "step of backbone.0.bias", 0, 24],
-}
-
-
-@pytest.mark.parametrize("place", FLIPS)
-def test_a_bit_that_flips_in_a_run_is_named_in_a_warning(place: str, tmp_path: Path) -> None:
-    rank, step, name, _, _ = flipped = FLIPS[place]
-    result, notes = train(tmp_path, steps=60, flips=[flipped])
+def test_a_bit_that_flips_in_a_run_is_named_in_a_warning(tmp_path: Path) -> None:
+    result, notes = train(tmp_path, steps=60, flips=[[2, 5, "exp_avg_sq of head.bias", 1, 25]])
     assert result.returncode == 0, result.stderr
     assert len({ends[-1]["digest"] for ends in notes}) == 2
     (line,) = [line for line in result.stderr.splitlines() if "replicas differ" in line]
-    others = join_ranks(other for other in range(3) if other != rank)
-    assert f"rank {rank} has another" in line
-    assert f"than ranks {others}, the majority, after step" in line
-    assert name.rpartition(" of ")[2] in line
-    assert step < step_in(line) <= step + 32
-
-
-def test_two_ranks_are_both_named_and_the_run_ends_if_it_is_to_stop(tmp_path: Path) -> None:
-    flips = [[1, 9, "head.weight", 3, 31]]
-    result, _ = train(tmp_path, devices=2, steps=60, flips=flips, strategy={"replica_check": "stop"})
-    assert result.returncode == 1
-    assert "ranks 0-1 have different head.weight" in result.stderr
-    assert "nobody knows which is right" in result.stderr
+    assert "rank 2 has another" in line
+    assert "than ranks 0-1, the majority, after step" in line
+    assert "head.bias" in line
+    assert 5 < step_in(line) <= 5 + 32
 
 
 def test_learning_rates_that_differ_are_found_and_cannot_be_healed(tmp_path: Path) -> None:
@@ -402,34 +382,17 @@ def test_learning_rates_that_differ_are_found_and_cannot_be_healed(tmp_path: Pat
     assert "rank 1 has another lr of parameter group 0" in result.stderr
 
 
-def heals(tmp_path: Path, flips: list[list[Any]], **order: Any) -> None:
-    steps = flips[-1][1] + 200
+def test_a_rank_that_has_parted_takes_over_the_state_of_the_majority_each_time(tmp_path: Path) -> None:
+    flips = [[1, 9, "backbone.0.weight", 17, 31], [2, 260, "exp_avg_sq of head.bias", 1, 26]]
     strategy = {"replica_check": "heal", "on_failure": "shrink"}
-    result, notes = train(tmp_path, steps=steps, step_s=0.01, flips=flips, strategy=strategy, **order)
+    result, notes = train(tmp_path, steps=460, step_s=0.01, flips=flips, strategy=strategy)
     assert result.returncode == 0, result.stderr
     rows = list(zip(*notes, strict=True))
     assert len(rows) == len(flips) + 1
     assert all(len({entry["digest"] for entry in row}) == 1 for row in rows), result.stderr
     healed = [line for line in result.stderr.splitlines() if "; healed: rank" in line]
-    assert [int(line.rpartition("rank ")[2]) for line in healed] == [f[0] for f in flips][-len(healed) :]
+    assert [int(line.rpartition("rank ")[2]) for line in healed] == [1, 2][-len(healed) :]
     assert result.stderr.count("the replicas differ") == len(flips)
-
-
-def test_a_rank_that_has_parted_takes_over_the_state_of_the_majority(tmp_path: Path) -> None:
-    heals(tmp_path, [FLIPS["a weight"]])
-
-
-def random_flips(draw: random.Random, number: int) -> Iterator[list[Any]]:
-    sizes = {"backbone.0.weight": 128, "backbone.0.bias": 16, "head.weight": 48, "head.bias": 3}
-    for turn in range(number):
-        name = draw.choice([*sizes])
-        key, bits = draw.choice((("", (31, 26)), ("exp_avg of ", (31, 26)), ("exp_avg_sq of ", (26, 24))))
-        yield [draw.randrange(4), 10 + 250 * turn, key + name, draw.randrange(sizes[name]), draw.choice(bits)]
-
-
-@pytest.mark.slow
-def test_all_ranks_are_equal_after_each_of_many_flips(tmp_path: Path) -> None:
-    heals(tmp_path, list(random_flips(random.Random(1), 5)), devices=4)
 
 
 def test_a_backbone_that_joins_training_is_not_averaged_and_the_report_says_so(tmp_path: Path) -> None:
@@ -443,7 +406,7 @@ def test_a_backbone_that_joins_training_is_not_averaged_and_the_report_says_so(t
     assert "no gradient of backbone.0.weight, backbone.0.bias is averaged over the ranks" in result.stderr
 
 
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_static_graph_does_not_part_the_replicas(manual: bool, tmp_path: Path) -> None:
     """The reproduction of issue 20704 of PyTorch Lightning, and with manual optimization 18086."""
     strategy = {"static_graph": True, "replica_check": "stop"}
@@ -488,14 +451,11 @@ def test_what_cannot_be_meant_is_refused(given: Any) -> None:
         CustomDDPStrategy(replica_check=given)
 
 
-@pytest.mark.parametrize(("check", "code"), [("warn", 0), ("stop", 1)])
-def test_without_a_control_channel_nothing_is_compared_and_that_is_said(
-    check: str, code: int, tmp_path: Path
-) -> None:
-    order = {"folder": str(tmp_path), "devices": 2, "steps": 5, "strategy": {"replica_check": check}}
+def test_without_a_control_channel_nothing_is_compared_and_that_is_said(tmp_path: Path) -> None:
+    order = {"folder": str(tmp_path), "devices": 2, "steps": 5, "strategy": {"replica_check": "stop"}}
     env = {"LIGHTNING_DDP_SUPERVISION": "0"}
     result = run_script(SCRIPT, [json.dumps(order)], env, timeout_s=120)
-    assert (result.returncode == 0) == (code == 0)
+    assert result.returncode != 0
     assert "LIGHTNING_DDP_SUPERVISION=0 has switched off the control channel" in result.stderr
 
 

@@ -23,7 +23,7 @@ from harness.scripts import ROOT, environment
 from test_launch import require_trained
 from user_script import order, read_notes, wait_for_notes
 
-from lightning_ddp import cli
+from lightning_ddp.__main__ import main
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.telemetry.timeline import load_folder
 
@@ -373,7 +373,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
         assert recorded == sorted(set(recorded))
         assert recorded[-1] == max(ledger.by_step())
         assert [(c.old_world_size, c.new_world_size) for c in recording.changes] == sizes
-    assert cli.main(["report", str(tmp_path / "timeline"), "--page", str(tmp_path / "page.html")]) == 0
+    assert main(["report", str(tmp_path / "timeline"), "--page", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().count("stroke-dasharray") == 4 * len(lost)
 
 

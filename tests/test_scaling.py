@@ -12,8 +12,8 @@ from harness.namespaces import can_shape_links
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_ddp.__main__ import main
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.cli import main
 from lightning_ddp.encoding.mean import CHUNK_NUMEL
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ddp.__main__ import main
 from lightning_ddp.averaging import available_averagers
-from lightning_ddp.cli import main
 from lightning_ddp.hooks import available_hooks
 from lightning_ddp.hooks.allreduce import AllReduce
 from lightning_ddp.hooks.base import Part

@@ -9,7 +9,6 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]  # has no stubs
 
-import lightning_ddp.rank_files as rank_files
 from lightning_ddp._lightning import (
     Trainer,
     after_schedulers,
@@ -115,7 +114,7 @@ class EmergencyCheckpoint:
         loaders = self._ledger.loaders if self._ledger.must_redo else None  # else the present ones are right
         checkpoint = dump_checkpoint(trainer, loaders)
         path = _unused(f"{folder.rstrip('/')}/emergency-step={trainer.global_step}", ".ckpt")
-        rank_files.add_shared(self._ledger.communication, checkpoint, path, trainer.world_size)
+        self._ledger.communication.add_shared(checkpoint, path, trainer.world_size)
         files = trainer.strategy.checkpoint_io
         files = getattr(files, "checkpoint_io", None) or files  # that of an asynchronous one
         if "://" in folder:

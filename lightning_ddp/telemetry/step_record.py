@@ -111,11 +111,7 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Recorder of the times of a wrapper's steps, between `start` and `stop`; never communicates or waits.
-
-    Args:
-        device: device of the gradients.
-    """
+    """Recorder of the times of a wrapper's steps, between `start` and `stop`; never communicates or waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.records: deque[StepRecord] = deque(maxlen=0)
@@ -132,11 +128,7 @@ class StepRecorder:
         self._first = 0  # number of the step that the engine counts as 0
 
     def start(self, num_steps: int) -> None:
-        """Start recording; keep the last `num_steps` steps, and drop earlier records.
-
-        Raises:
-            ConfigurationError: The number is less than 1.
-        """
+        """Start recording; keep the last `num_steps` steps, and drop earlier records."""
         if num_steps < 1:
             raise ConfigurationError(f"num_steps={num_steps}: expected a number of steps from 1")
         self._is_on, self._open = True, None

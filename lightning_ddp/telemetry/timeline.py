@@ -13,7 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,20 +29,15 @@ _MOST_KEPT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of ranks, by losses or joins, after which the run continued."""
+    """A change of ranks after which the run continued; the fields are those of `WorldChange`."""
 
-    step: int
-    """First step with the new ranks, numbered as the recorded steps."""
+    step: int  # first one with the new ranks, numbered as the recorded steps
     old_world_size: int
     new_world_size: int
     lost_ranks: Sequence[int]
-    """Lost ranks, numbered as before the change."""
     joined_ranks: Sequence[int]
-    """Joined ranks, numbered as after the change."""
     seconds: float
-    """Seconds that this rank lost by the change."""
-    cause: str
-    """Cause in one line; empty if nothing failed."""
+    cause: str  # in one line; empty if nothing failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +52,7 @@ class Recording:
 
 
 def save(folder: Path, recording: Recording) -> Path:
-    """Write a recording to `folder/rank<r>.json`, creating the folder if needed; return the path.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
+    """Write a recording to `folder/rank<r>.json`, creating the folder if needed; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{recording.rank}.json"
     part = path.with_suffix(".part")
@@ -138,19 +129,19 @@ def median_late(late: Lateness) -> dict[int, float]:
 
 
 class SlowRank(NamedTuple):
-    """A rank that was late in `num_steps` successive steps."""
+    """A rank that was late in `num_steps` successive steps, by a median of `late_us` microseconds."""
 
     rank: int
     num_steps: int
     late_us: float
-    """Median of its lateness in these steps, in microseconds after the typical rank."""
 
 
-@dataclass(kw_only=True)
 class _Streak:
-    next_report: int
-    num_steps: int = 0
-    late_us: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
+    """Successive late steps of one rank."""
+
+    def __init__(self, next_report: int) -> None:
+        self.next_report, self.num_steps = next_report, 0
+        self.late_us: deque[int] = deque(maxlen=_MOST_KEPT)
 
 
 class SlowRanks:
@@ -165,10 +156,9 @@ class SlowRanks:
         self._streaks: dict[int, _Streak] = {}
 
     def add(self, late: Lateness, limit_us: float) -> list[SlowRank]:
-        """Add new steps' lateness; return ranks late by more than `limit_us` for enough successive steps.
+        """Add new steps' lateness; return ranks late by more than `limit_us` for `num_steps` in a row.
 
-        Returns:
-            Ranks that have been late for `num_steps` now, or for twice as many steps as when last returned.
+        A rank is returned again once its number of late steps has doubled.
         """
         for now in zip_longest(*late.values()):
             self._add_step(dict(zip(late, now, strict=True)), limit_us)
@@ -187,7 +177,7 @@ class SlowRanks:
         for rank in late_us:
             excess = now.get(rank, typical) - typical
             if excess > limit_us:
-                streak = self._streaks.setdefault(rank, _Streak(next_report=self._num_steps))
+                streak = self._streaks.setdefault(rank, _Streak(self._num_steps))
                 streak.num_steps += 1
                 streak.late_us.append(excess)
             else:
@@ -233,12 +223,7 @@ class Lane:
 
 
 def lanes_of(recordings: Sequence[Recording], *, num_steps: int) -> list[Lane]:
-    """Return the ranks' timelines on one time axis, which begins with the first shown moment.
-
-    Args:
-        recordings: recordings of different ranks, at least one; steps are matched by their number.
-        num_steps: number of the last common steps to show.
-    """
+    """Return the timelines of the last `num_steps` common steps, on one time axis from the first moment."""
     common = set.intersection(*({step.step for step in recording.steps} for recording in recordings))
     shown = sorted(common)[-num_steps:]
     shifts = [_shift(recordings[0], recording, common) for recording in recordings]

@@ -44,7 +44,7 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         used = filter(lambda p: p.requires_grad, self.parameters())
         rate = 0.02 if ORDER.get("rate_differs_on") == self.global_rank else 0.01
-        return torch.optim.AdamW(used, rate) if not ORDER.get("sgd") else torch.optim.SGD(used, rate)
+        return torch.optim.AdamW(used, rate)
 
 
 class Faults(pl.Callback):
@@ -101,7 +101,6 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=os.environ.get("TMPDIR"),
-        **ORDER.get("trainer", {}),
     )
     net = Net()
     trainer.fit(net, DataLoader(data, batch_size=4))

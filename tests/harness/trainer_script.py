@@ -83,26 +83,6 @@ class Quiet(Classifier):
         return self.loss(batch)
 
 
-class TwoOptimizers(Classifier):
-    """Manual optimisation: the features and the head take turns, with a forward and a backward each."""
-
-    def __init__(self, case: str) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            self.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return (
-            torch.optim.SGD(self.features.parameters(), lr=0.1, momentum=0.9),
-            torch.optim.Adam(self.head.parameters(), lr=0.01),
-        )
-
-
 class Accumulating(Classifier):
     """Manual optimisation with two micro-batches a step; gradients of the first stay on their rank."""
 
@@ -166,7 +146,6 @@ FITS: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "accumulate": (Classifier, {"accumulate_grad_batches": 2}),
     "clip": (Classifier, {"gradient_clip_val": 0.05}),
     "bf16": (Classifier, {"precision": "bf16-mixed"}),
-    "manual": (TwoOptimizers, {}),
     "manual_accumulate": (Accumulating, {}),
 }
 """Ways to train of which the weights are all that is compared."""

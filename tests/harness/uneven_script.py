@@ -112,24 +112,18 @@ class Epochs(pl.Callback):
 
 
 class Manual(Regression):
-    """Manual optimisation with two micro-batches a step, the first of which stays on its rank if it is to."""
+    """Manual optimisation with two backwards a step."""
 
-    def __init__(self, num_batches: Sequence[int], keeps: bool = False) -> None:
+    def __init__(self, num_batches: Sequence[int]) -> None:
         super().__init__(num_batches)
         self.automatic_optimization = False
-        self.keeps = keeps
-        self.is_local: list[bool] = []
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.log_loss(self.loss(batch))
-        halves = [[tensor.chunk(2)[i] for tensor in batch] for i in range(2)]
-        with self.trainer.strategy.no_backward_sync(enabled=self.keeps):
-            self.manual_backward(self.loss(halves[0]) / 2)
-        grads = self.all_gather(self.layer.weight.grad.clone())
-        self.is_local.append(not torch.equal(grads[0], grads[1]))
-        self.manual_backward(self.loss(halves[1]) / 2)
+        for half in range(2):
+            self.manual_backward(self.loss([tensor.chunk(2)[half] for tensor in batch]) / 2)
         optimizer.step()
 
 
@@ -256,12 +250,6 @@ def stateful() -> dict[str, Any]:
     return {**fit.and_of_model("epochs_of_metrics", "votes"), "buffers": buffers}
 
 
-def resumed(folder: Path) -> dict[str, Any]:
-    file = str(folder / "first_epoch.ckpt")
-    Fit(Regression([3, 5]), max_epochs=1).trainer.save_checkpoint(file)
-    return Fit(Regression([3, 5]), ckpt_path=file).result
-
-
 def resumed_inside_an_epoch(folder: Path) -> dict[str, Any]:
     file = str(folder / "two_steps.ckpt")
     Fit(Regression([3, 5]), max_steps=2).trainer.save_checkpoint(file)
@@ -295,8 +283,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "accumulated": lambda _: Fit(Regression([5, 3]), accumulate_grad_batches=2).result,
     "over_active": lambda _: Fit(Regression([3, 5]), {"divide_by_initial_world_size": False}).result,
     "single_samples": lambda _: Fit(Regression([3, 4], batch_size=1)).result,
-    "manual": lambda _: Fit(Manual([3, 5])).and_of_model("is_local"),
-    "manual_kept": lambda _: Fit(Manual([3, 5], keeps=True)).and_of_model("is_local"),
+    "manual": lambda _: Fit(Manual([3, 5])).result,
     "stateful": lambda _: stateful(),
     "random_depth": lambda _: Fit(RandomDepth([3, 9]), {"find_unused_parameters": True}).and_of_model(
         "choices"
@@ -304,11 +291,9 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "none_in_second_epoch": lambda _: (
         Fit(Shrinking([[2, 3], [0, 2]], is_sized=False), reload_dataloaders_every_n_epochs=1).result
     ),
-    "resumed": resumed,
     "checkpointed": checkpointed,
     "fit_and_validate": lambda _: fit_and_validate(),
     # what is refused; run where an error in all processes does not end them
-    "none_in_first_epoch": lambda _: Fit(Regression([0, 2], is_sized=False)).result,
     "error_mode": lambda _: Fit(Regression([3, 5]), {"uneven_inputs": "error"}).result,
     "error_mode_even": lambda _: Fit(Regression([3, 3]), {"uneven_inputs": "error"}).result,
     "two_loaders": lambda _: Fit(TwoLoaders([2, 2])).result,
