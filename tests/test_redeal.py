@@ -15,8 +15,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch.utils.data import (
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -137,29 +139,48 @@ def test_a_scaler_forgets_a_step_that_has_begun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "interval", "is_refused"),
+    ("most", "options", "settings", "loader", "interval"),
     [
-        ({}, "step", True),
-        ({"max_epochs": -1}, "step", True),
-        ({"max_epochs": -1}, "epoch", True),
-        ({}, "epoch", False),
-        ({"max_steps": 99}, "step", False),
-        ({"max_steps": 100}, "step", True),
+        (192, {}, {}, {}, "step"),
+        (96, {}, {"min_world_size": 2}, {}, "step"),
+        (48, {}, {"min_world_size": 9}, {}, "step"),
+        (96, {"accumulate_grad_batches": 2}, {}, {}, "step"),
+        (100, {"max_steps": 100}, {}, {}, "step"),
+        (24, {"limit_train_batches": 12}, {}, {}, "step"),
+        (48, {"limit_train_batches": 0.25}, {}, {}, "step"),
+        (108, {}, {}, {"batch_size": 7, "drop_last": True}, "step"),
+        (110, {}, {}, {"batch_size": 7}, "step"),
+        (2, {}, {}, {}, "epoch"),
+        (math.inf, {"max_epochs": -1}, {}, {}, "epoch"),
+        (math.inf, {"max_epochs": -1}, {}, {}, "step"),
     ],
     ids=str,
 )
-def test_a_schedule_that_ends_is_refused_unless_max_steps_ends_the_fit_before(
-    options, interval, is_refused
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # between Lightning and torch
+def test_a_schedule_that_ends_is_refused_where_few_ranks_can_reach_its_end(
+    most, options, settings, loader, interval
 ) -> None:
-    trainer = pl.Trainer(**QUIET | {"max_epochs": 2} | options)
+    """Of 384 samples, in batches of 4 on 4 ranks, in 2 epochs: 192 steps with one rank from the beginning."""
+    trainer = pl.Trainer(strategy="custom_ddp", devices=4, **QUIET | {"max_epochs": 2} | options)
     trainer.strategy.connect(pl.LightningModule())
+    sampler = DistributedSampler(range(384), 4, 0)
+    batches = DataLoader(range(384), sampler=sampler, **{"batch_size": 4, **loader})
+    trainer.fit_loop._combined_loader = CombinedLoader(batches)
+    trainer.fit_loop.max_batches = len(batches)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=99)
-    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval=interval)]
-    check_training(trainer, RecoverySettings(batch="global"), **WHERE)
-    refusal = pytest.raises(ConfigurationError, match=r"OneCycleLR.* ends after 99 steps.*max_steps=99")
-    with refusal if is_refused else contextlib.nullcontext():
-        check_training(trainer, RecoverySettings(), **WHERE)
+
+    def check(total_steps: int, **more: Any) -> None:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+        trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval=interval)]
+        check_training(trainer, RecoverySettings(**settings, **more), **WHERE)
+
+    if most < math.inf:
+        check(most)
+    if interval == "step" or most == math.inf:
+        end, found = (10_000, "there is no end") if most == math.inf else (most - 1, f" {most}")
+        check(end, batch="global")
+        with pytest.raises(ConfigurationError, match=rf"OneCycleLR.* ends after {end} steps.*{found}"):
+            check(end)
 
 
 @pytest.mark.parametrize("fills", [True, False])

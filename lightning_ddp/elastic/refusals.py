@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-from lightning_ddp._lightning import is_fitting
+from lightning_ddp._lightning import is_fitting, loaders_of
 from lightning_ddp.comm.nccl import is_nccl, recovery_problem
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.interface import backend_names
@@ -92,18 +93,54 @@ def check_training(
         why = "a batch with several optimizer steps may be committed in part"
         _refuse("manual optimization", why, "automatic_optimization=True")
     for config in trainer.lr_scheduler_configs if settings.batch == "rank" else ():
-        end = getattr(config.scheduler, "total_steps", None)
-        counts_epochs = (
-            config.interval == "epoch" and trainer.max_epochs is not None and trainer.max_epochs >= 0
-        )
-        # torch raises at the first step after the end
-        if end is None or counts_epochs or 0 <= trainer.max_steps < (end + 1) * config.frequency:
-            continue
+        _check_schedule(trainer, config, settings.min_world_size)
+
+
+def _check_schedule(trainer: Any, config: Any, num_ranks: int) -> None:
+    """Raise ConfigurationError if a fit on `num_ranks` ranks may take more steps than its LR schedule has."""
+    end = getattr(config.scheduler, "total_steps", None)
+    has_max_epochs = trainer.max_epochs is not None and trainer.max_epochs >= 0
+    if end is None or (config.interval == "epoch" and has_max_epochs):
+        return
+    most = _most_steps(trainer, num_ranks)
+    if most >= (end + 1) * config.frequency:  # torch raises at the first one after the end
         _refuse(
             f"{type(config.scheduler).__name__} and batch='rank'",
-            f"it ends after {end} steps, and an epoch has more steps with fewer ranks",
-            f"batch='global', or Trainer(max_steps={end * config.frequency})",
+            f"it ends after {end} steps, and an epoch has more steps with fewer ranks: with {num_ranks} ranks"
+            " from the beginning " + ("there is no end" if math.isinf(most) else f"the fit takes {most:.0f}"),
+            f"batch='global', or Trainer(max_steps={end * config.frequency}), or a larger min_world_size",
         )
+
+
+def _most_steps(trainer: Any, num_ranks: int) -> float:
+    """Return the largest possible number of optimizer steps of a fit: with `num_ranks` ranks from its start.
+
+    All ranks call it; it communicates, unless the dataloaders of training are set up.
+    """
+    limit: float = math.inf if trainer.max_steps < 0 else trainer.max_steps
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        return limit
+    if not loaders_of(trainer.fit_loop):
+        trainer.fit_loop.setup_data()
+    if math.isinf(trainer.num_training_batches):
+        return limit
+    world_size = trainer.world_size
+    num_batches = max(_most_batches(each, world_size, num_ranks) for each in loaders_of(trainer.fit_loop))
+    some = trainer.limit_train_batches
+    num_batches = min(num_batches, some) if isinstance(some, int) else int(num_batches * some)
+    varies = any(hasattr(each, "going_to_accumulate_grad_batches") for each in trainer.callbacks)
+    window = 1 if varies else trainer.accumulate_grad_batches
+    return min(limit, float(math.ceil(num_batches / window) * trainer.max_epochs))
+
+
+def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
+    """Return how many batches per epoch each rank gets if `num_ranks` ranks, not `world_size`, share them."""
+    few = min(num_ranks, world_size)
+    if loader.batch_size is None:  # it has a batch sampler
+        return math.ceil((len(loader) + 1) * world_size / few)
+    size: int = loader.batch_size
+    share = math.ceil(max(len(loader.sampler) * world_size, len(loader.dataset)) / few)
+    return share // size if loader.drop_last else math.ceil(share / size)
 
 
 def check_next_run(trainer: Any, *, is_same: bool) -> None:
