@@ -26,8 +26,6 @@ from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT, silent
 
-__all__ = ["ControlClient", "ServerAddress", "ask"]
-
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
 _FLUSH_WAIT_S = 1.0

@@ -17,8 +17,6 @@ from lightning_ddp.supervise.failure_record import GONE, Identity
 from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.protocol import Message
 
-__all__ = ["Connections", "Peer", "explain_loss", "keep_alive"]
-
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 """Errors of a socket whose other host is unreachable, while a process that exits causes others."""
 _HELLO_LIMIT_BYTES = 1024

@@ -17,8 +17,6 @@ from lightning_ddp.supervise.orders import NO_REPORT, Report
 from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, ProtocolError, RankStatus
 
-__all__ = ["ANSWER_WAIT_S", "DesyncDetector"]
-
 ANSWER_WAIT_S = 1.0  # seconds that a roll call waits for answers
 _FIRST_LOOK_S = 1.0  # age of an announced collective at which ranks that do not come are looked for
 _PAUSE_S = 5.0  # least time between two roll calls that look for ranks that do not come

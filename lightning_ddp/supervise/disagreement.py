@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import Findings, RankStatus
 
-__all__ = ["explain", "join_ranks", "members_of", "name_ranks", "split_ranks"]
-
 _CERTAIN_AFTER_S = 1.0
 _MOST_MISSING, _MOST_ROWS = 1000, 16
 _SENTENCE_CHARACTERS, _TABLE_CHARACTERS, _RANKS_CHARACTERS = 1_500, 2_000, 200

@@ -18,18 +18,6 @@ from typing import Any
 
 from lightning_ddp.errors import PeerFailure, cause_of, with_ending
 
-__all__ = [
-    "GONE",
-    "FailureRecord",
-    "History",
-    "Identity",
-    "Where",
-    "describe_exit",
-    "render",
-    "text_of",
-    "write_error_file",
-]
-
 GONE = "the process died without a report (killed by a signal, or ended by os._exit)"
 """Message of a process whose connection closed."""
 

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from lightning_ddp.supervise.failure_record import FailureRecord
 
-__all__ = ["PATIENCE_S", "Guard", "forbid_stack", "permit_stack", "stack_of", "tell_guard", "with_stack"]
-
 PATIENCE_S = 20.0  # seconds that a process may outlive the launching one without having learned of its end
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST = 100_000

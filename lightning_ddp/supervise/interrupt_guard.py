@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["InterruptGuard"]
-
 _ABORT_EVERY_S = 0.3
 _LONGEST_STEP_S = 1.0  # most seconds for which the end of the job is deferred, as for an optimizer step
 _FINALIZERS = {"__del__", "_callback", "remove"}  # Python swallows what they raise; the latter are of weakref

@@ -33,8 +33,6 @@ from lightning_ddp.supervise.root_cause import RootCauseTracker
 from lightning_ddp.supervise.settings import SupervisionSettings
 from lightning_ddp.supervise.stall_watch import StallWatch
 
-__all__ = ["JobControl", "LocalProcesses"]
-
 
 class LocalProcesses:
     """Interface by which the control server has its node's processes killed or restarted, in its thread."""

@@ -28,8 +28,6 @@ from lightning_ddp.supervise.recoveries import Recoveries, new_generation
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 from lightning_ddp.supervise.slots import Slots
 
-__all__ = ["JobState"]
-
 SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others become part of the same change
 _PERIOD_S = 1.0
 _REPORTS_A_S = 128  # of all ranks together while no fact changes: each report costs the server some 50 us

@@ -16,8 +16,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from lightning_ddp.supervise.protocol import Message, ProtocolError
 
-__all__ = ["LIMIT_BYTES", "Unpacker", "pack"]
-
 LIMIT_BYTES = 256 * 1024  # longest message, without its length
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64

@@ -8,8 +8,6 @@ from dataclasses import replace
 from lightning_ddp.supervise.orders import NO_ORDER, JobPhase, Order, RankPhase, Task
 from lightning_ddp.supervise.processes import Process, ProcessState, Send
 
-__all__ = ["CurrentPhase", "OrderBook"]
-
 _REPEAT_S = 0.5  # least time between an order and its repetition to a process that has not heard it
 _UNGIVEN = frozenset({ProcessState.CONDEMNED, ProcessState.GONE})
 _UNANSWERED = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.OVER})  # they ask nothing of the members

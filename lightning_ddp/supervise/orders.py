@@ -12,20 +12,6 @@ from enum import Enum, StrEnum
 from lightning_ddp.supervise.failure_record import FailureRecord, Where
 from lightning_ddp.supervise.protocol import Message, Text
 
-__all__ = [
-    "NO_ORDER",
-    "NO_REPORT",
-    "JobPhase",
-    "NewGeneration",
-    "Order",
-    "Progress",
-    "RankPhase",
-    "Report",
-    "Task",
-    "Wish",
-    "WishKind",
-]
-
 
 class RankPhase(StrEnum):
     """Phase of a process, as it reports itself: starting, running, stopped, failed, ended ..."""

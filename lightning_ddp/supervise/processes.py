@@ -9,8 +9,6 @@ from typing import Any
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.orders import NO_REPORT, Order, RankPhase, Report, WishKind
 
-__all__ = ["OUT", "Accuse", "End", "Process", "ProcessState", "Roster", "Say", "Send", "StartProcess"]
-
 OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})  # phases in which a process answers nobody
 _INACTIVE = OUT | {RankPhase.IDLE, RankPhase.FAILED}
 

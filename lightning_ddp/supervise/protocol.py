@@ -11,8 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 
-__all__ = ["VERSION", "Message", "Outgoing", "ProtocolError"]
-
 VERSION = 2  # version of the protocol: greater with each change of a message
 _MOST_GROUPS = 6
 _MOST_NAMES, _MOST_NOTES = 64, 8

@@ -23,8 +23,6 @@ from lightning_ddp.supervise.orders import (
     WishKind,
 )
 
-__all__ = ["Passage", "RankState"]
-
 _FACTS = ("phase", "generation", "state_of", "begun", "ended", "run", "progress", "wish", "why")
 """Fields of a report that are attributes of `RankState`."""
 _OUTSIDE = frozenset({RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED})

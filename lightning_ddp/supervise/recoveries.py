@@ -10,8 +10,6 @@ from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.orders import NewGeneration, Progress
 from lightning_ddp.supervise.slots import STEPS_TO_FORGET
 
-__all__ = ["Recoveries", "new_generation", "own_failure"]
-
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )

@@ -14,8 +14,6 @@ import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.disagreement import name_ranks
 from lightning_ddp.supervise.protocol import Message, Outgoing
 
-__all__ = ["Difference", "ReplicaComparison", "minority"]
-
 _ANSWERS_WITHIN_S = 2.0
 _MOST_NAMES = 5
 _PAGE = "lightning_ddp/docs/guides/replica-check.md"

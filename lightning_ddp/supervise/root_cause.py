@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 
-__all__ = ["ECHO_WAIT_S", "EXIT_WAIT_S", "RootCauseTracker"]
-
 EXIT_WAIT_S = 0.25  # seconds that a process which vanished waits for its exit code, from its launcher
 ECHO_WAIT_S = 2.0  # seconds that a lost connection waits for the failure behind it
 

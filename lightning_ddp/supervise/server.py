@@ -17,8 +17,6 @@ from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import SupervisionSettings
 
-__all__ = ["ControlServer"]
-
 _log = logging.getLogger("lightning_ddp")
 
 

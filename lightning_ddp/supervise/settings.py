@@ -10,17 +10,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from lightning_ddp.errors import ConfigurationError, closest, in_seconds, one_of, require
 
-__all__ = [
-    "PreemptionSettings",
-    "RecoverySettings",
-    "ReplaceSettings",
-    "ReplicaCheckSettings",
-    "SupervisionSettings",
-    "parse_on_failure",
-    "parse_on_preemption",
-    "parse_replica_check",
-]
-
 _Kind = TypeVar("_Kind", bound="RecoverySettings | PreemptionSettings | ReplicaCheckSettings")
 _LEAST_HEARTBEAT_S = 2.0
 _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")

@@ -9,8 +9,6 @@ from lightning_ddp.supervise.failure_record import Identity
 from lightning_ddp.supervise.orders import RankPhase
 from lightning_ddp.supervise.processes import Process, ProcessState, Roster, StartProcess
 
-__all__ = ["STEPS_TO_FORGET", "Slot", "Slots"]
-
 STEPS_TO_FORGET = 100  # committed steps after which earlier failures count no more
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.processes import Process
 
-__all__ = ["REPORTS_A_TIMEOUT", "StallWatch", "silent"]
-
 REPORTS_A_TIMEOUT = 4  # least number of reports of a rank within the time after which it counts as stalled
 _REPORT_EVERY_S = 0.25
 _REPORTS_A_S = 64  # reports per second of all ranks together: each costs the server some 50 us
