@@ -27,10 +27,10 @@ from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.supervise.client import ControlClient, ServerAddress, ask
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
-from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.orders import Order, RankPhase, Report, Task, Wish, WishKind
 from lightning_ddp.supervise.processes import Roster
 from lightning_ddp.supervise.protocol import (
+    LIMIT_BYTES,
     VERSION,
     DrainNode,
     DrainNodeReply,
@@ -40,6 +40,8 @@ from lightning_ddp.supervise.protocol import (
     Message,
     ProtocolError,
     SendValue,
+    Unpacker,
+    pack,
 )
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S, RootCauseTracker

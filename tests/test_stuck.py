@@ -31,9 +31,9 @@ from lightning_ddp.supervise.desync import ANSWER_WAIT_S, DesyncDetector
 from lightning_ddp.supervise.disagreement import explain, join_ranks, split_ranks
 from lightning_ddp.supervise.failure_record import Identity, Where
 from lightning_ddp.supervise.guard import stack_of
-from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.processes import Process, Roster
 from lightning_ddp.supervise.protocol import (
+    LIMIT_BYTES,
     CollectiveApproved,
     CollectiveFingerprint,
     DiagnoseRequest,
@@ -42,6 +42,8 @@ from lightning_ddp.supervise.protocol import (
     RankStatus,
     StatusReply,
     StatusRequest,
+    Unpacker,
+    pack,
 )
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings

@@ -14,8 +14,7 @@ from itertools import islice, takewhile
 
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.failure_record import GONE, Identity
-from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
-from lightning_ddp.supervise.protocol import Message
+from lightning_ddp.supervise.protocol import LIMIT_BYTES, Message, Unpacker, pack
 
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 """Errors of a socket whose other host is unreachable, while a process that exits causes others."""
