@@ -21,7 +21,7 @@ from torch import nn
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.ddp.replica_hash import State, StateHasher, state_of_optimizers, words_of
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.supervise.disagreement import join_ranks
+from lightning_ddp.supervise.desync import join_ranks
 from lightning_ddp.supervise.protocol import StateHashes, StateRequest, StateValues
 from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
 

@@ -27,8 +27,7 @@ from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
-from lightning_ddp.supervise.desync import ANSWER_WAIT_S, DesyncDetector
-from lightning_ddp.supervise.disagreement import explain, join_ranks, split_ranks
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S, DesyncDetector, explain, join_ranks, split_ranks
 from lightning_ddp.supervise.failure_record import Identity, Where
 from lightning_ddp.supervise.guard import stack_of
 from lightning_ddp.supervise.processes import Process, Roster

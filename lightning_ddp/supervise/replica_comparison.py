@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import lightning_ddp.supervise.protocol as protocol
-from lightning_ddp.supervise.disagreement import name_ranks
+from lightning_ddp.supervise.desync import name_ranks
 from lightning_ddp.supervise.protocol import Message, Outgoing
 
 _ANSWERS_WITHIN_S = 2.0
