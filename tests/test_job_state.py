@@ -26,11 +26,19 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-from lightning_ddp.supervise.processes import Accuse, Action, End, Process, Say, Send, StartProcess
+from lightning_ddp.supervise.processes import (
+    STEPS_TO_FORGET,
+    Accuse,
+    Action,
+    End,
+    Process,
+    Say,
+    Send,
+    StartProcess,
+)
 from lightning_ddp.supervise.protocol import Hello, Message, ProtocolError
 from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
-from lightning_ddp.supervise.slots import STEPS_TO_FORGET
 
 GRACE_S = 30.0
 MANY = RecoverySettings(max_recoveries=100)

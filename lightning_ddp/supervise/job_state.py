@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
-from lightning_ddp.supervise.order_book import CurrentPhase, OrderBook
 from lightning_ddp.supervise.orders import (
     JobPhase,
     NewGeneration,
@@ -22,11 +21,22 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-from lightning_ddp.supervise.processes import OUT, Accuse, Action, End, Process, ProcessState, Roster, Say
+from lightning_ddp.supervise.processes import (
+    OUT,
+    Accuse,
+    Action,
+    CurrentPhase,
+    End,
+    OrderBook,
+    Process,
+    ProcessState,
+    Roster,
+    Say,
+    Slots,
+)
 from lightning_ddp.supervise.protocol import ProtocolError
 from lightning_ddp.supervise.recoveries import Recoveries, new_generation
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
-from lightning_ddp.supervise.slots import Slots
 
 SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others become part of the same change
 _PERIOD_S = 1.0

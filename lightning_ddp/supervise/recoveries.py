@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.orders import NewGeneration, Progress
-from lightning_ddp.supervise.slots import STEPS_TO_FORGET
+from lightning_ddp.supervise.processes import STEPS_TO_FORGET
 
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
