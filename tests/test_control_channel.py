@@ -26,6 +26,12 @@ from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousErro
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.supervise.client import ControlClient, ServerAddress, ask
+from lightning_ddp.supervise.failure_detection import (
+    ECHO_WAIT_S,
+    EXIT_WAIT_S,
+    RootCauseTracker,
+    StallWatch,
+)
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
 from lightning_ddp.supervise.orders import Order, RankPhase, Report, Task, Wish, WishKind
 from lightning_ddp.supervise.processes import Roster
@@ -44,10 +50,8 @@ from lightning_ddp.supervise.protocol import (
     pack,
 )
 from lightning_ddp.supervise.rank_state import RankState
-from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S, RootCauseTracker
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
-from lightning_ddp.supervise.stall_watch import StallWatch
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0

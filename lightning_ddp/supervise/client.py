@@ -17,13 +17,13 @@ from typing import TypeVar
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import PeerFailure, RendezvousError
 from lightning_ddp.supervise.connections import explain_loss, keep_alive
+from lightning_ddp.supervise.failure_detection import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.orders import Order, Wish
 from lightning_ddp.supervise.protocol import Message, Unpacker, pack
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
-from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT, silent
 
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024

@@ -14,6 +14,12 @@ import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
 from lightning_ddp.supervise.desync import DesyncDetector
+from lightning_ddp.supervise.failure_detection import (
+    Difference,
+    ReplicaComparison,
+    RootCauseTracker,
+    StallWatch,
+)
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
@@ -28,10 +34,7 @@ from lightning_ddp.supervise.processes import (
     StartProcess,
 )
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
-from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
-from lightning_ddp.supervise.root_cause import RootCauseTracker
 from lightning_ddp.supervise.settings import SupervisionSettings
-from lightning_ddp.supervise.stall_watch import StallWatch
 
 
 class LocalProcesses:
