@@ -128,84 +128,70 @@ class Hello(Message):
 
 
 class ListRanks(Message):
-    """Message that asks the server for the connected ranks; answered by `RankList`."""
+    """Question for the connected ranks."""
 
 
-class DrainNode(Message):
-    """Message that asks the server to have a node leave the run, from any process: see `DrainNodeReply`."""
-
+class DrainNode(Message):  # asks that a node leaves the run, from any process
     node: int
 
 
 class Failed(Message):
-    """Message that reports a failure of a process; base of those that `JobControl.report` takes."""
+    """Failure of a process; base of those that `JobControl.report` takes."""
 
     record: FailureRecord
 
 
 class SecondaryFailure(Failed):
-    """Message that a call that communicates has failed, probably because another rank failed."""
+    """Failure of a call that communicates, probably because another rank failed."""
 
 
 class PeerDisconnected(Failed):
-    """Message that a process which the sender watches, such as its parent, has disappeared."""
+    """Disappearance of a process which the sender watches, such as its parent."""
 
 
 class Exited(Failed):
-    """Message of a launcher that a child has exited; the record has the child's initial rank."""
+    """Exit of a launcher's child; the record has the child's initial rank."""
 
 
-class Saved(Message):
-    """Message with the path of the checkpoint that a rank saved at the end of a failed job."""
-
+class Saved(Message):  # a rank has saved the last step of a failed job
     path: Annotated[str, 4000]
 
 
-class DiagnoseRequest(Message):
-    """Message that asks the server where ranks disagree about a collective; answered by `Diagnosis`."""
-
+class DiagnoseRequest(Message):  # asks where ranks disagree about a collective
     group: Text | None
     number: int
 
 
 class CheckOrphanedWaits(Message):
-    """Message that asks the server to look for ranks that wait for a collective nobody will call."""
+    """Question for ranks that wait for a collective which nobody will call."""
 
 
-class StatusReply(Message):
-    """Message with what a rank is doing at the moment; answers `StatusRequest`."""
-
+class StatusReply(Message):  # what a rank is doing
     number: int
     status: RankStatus
 
 
-class CollectiveFingerprint(Message):
-    """Message that announces the collective, with shapes and dtypes, that a rank is about to start."""
-
+class CollectiveFingerprint(Message):  # a rank is about to start this collective
     group: Text
     ranks: Text
     number: int
     text: Text
 
 
-class SendValue(Message):
-    """Message with a JSON value for another rank, to which the server forwards it as `PeerValue`."""
-
+class SendValue(Message):  # a JSON value for another rank, which gets it as `PeerValue`
     to: int
     topic: Text
     value: Any
 
 
-class StateHashes(Message):
-    """Message with the hashes of slices of a rank's state that are new since the last one, by number."""
-
+class StateHashes(Message):  # new hashes of slices of a rank's state, by number
     generation: int
     run: int
     hashes: dict[int, int]
 
 
 class StateValues(Message):
-    """Message that answers `StateRequest`: names and hashes of what a rank hashed; empty if forgotten."""
+    """Names and hashes of what a rank hashed; empty if forgotten."""
 
     generation: int
     run: int
@@ -221,66 +207,48 @@ class StateValues(Message):
 # ---------------------------------------------------------------------- from the server
 
 
-class Failure(Message):
-    """Message of the server that tells a process the first failure of the job."""
-
+class Failure(Message):  # the first failure of the job
     record: FailureRecord
 
 
-class RankList(Message):
-    """Message with the connected ranks; answers `ListRanks`."""
-
+class RankList(Message):  # the connected ranks
     ranks: tuple[int, ...]
 
 
-class DrainNodeReply(Message):
-    """Message that answers `DrainNode`: the ranks that leave, or the reason why none does."""
-
+class DrainNodeReply(Message):  # the ranks that leave, or why none does
     ranks: tuple[int, ...]
     why: Text | None
 
 
 class Closing(Message):
-    """Message of the server that its process exits without a failure."""
+    """End of the server's process without a failure."""
 
 
-class Start(Message):
-    """Message that asks another node's launcher to start replacement `number` of a lost rank's process."""
-
+class Start(Message):  # asks another node's launcher for replacement `number` of a rank's process
     slot: int
     number: int
 
 
-class StatusRequest(Message):
-    """Message that asks a rank what it is doing; answered by `StatusReply`."""
-
+class StatusRequest(Message):  # asks what a rank is doing
     number: int
 
 
-class CollectiveApproved(Message):
-    """Message that permits a rank to start a collective, as all ranks of the group have announced it."""
-
+class CollectiveApproved(Message):  # all ranks of the group have announced this collective, which may start
     group: Text
     number: int
 
 
-class Diagnosis(Message):
-    """Message that tells a rank where the ranks disagree about a collective."""
-
+class Diagnosis(Message):  # where the ranks disagree
     group: Text | None
     number: int
     findings: Findings
 
 
-class StateRequest(Message):
-    """Message that asks a rank for the details of its hash with this number; answered by `StateValues`."""
-
+class StateRequest(Message):  # asks for the details of the hash with this number
     number: int
 
 
-class PeerValue(Message):
-    """Message with a JSON value that another rank has sent to this one by `SendValue`."""
-
+class PeerValue(Message):  # sent by another rank
     sender: int
     topic: Text
     value: Any
