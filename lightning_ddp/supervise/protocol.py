@@ -278,11 +278,7 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Add received bytes to the buffer; return the messages that are complete now.
-
-        Raises:
-            ProtocolError: a length over the limit, no JSON, or JSON that is no message.
-        """
+        """Return the messages that received bytes complete; raise `ProtocolError` if there are others."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= _LENGTH.size:
@@ -316,9 +312,7 @@ def _parse(data: bytes) -> Message:
 
 _Type = tuple[Any, Any, tuple[Any, ...]]
 """Hint of a field, its origin, and the types of its parts; also the choices of a text, or its longest length.
-
-Hints are taken apart once, as 16,384 ranks read a message at the same time.
-"""
+Hints are taken apart once, as 16,384 ranks read a message at the same time."""
 
 
 @functools.cache

@@ -123,7 +123,6 @@ class RankState:
 
     @property
     def is_entering(self) -> bool:
-        """True while this process enters a generation whose state it lacks; others may fail to enter, too."""
         return self.phase is RankPhase.ENTERING
 
     @property
@@ -136,7 +135,6 @@ class RankState:
         return self.task is Task.LEAVE
 
     def has_ended_everywhere(self) -> bool:
-        """Return True if this process and all other ranks have ended the current run."""
         return self.order.all_ended >= self.ended == self.begun
 
     def goes_on_without(self, place: int) -> bool:
@@ -161,7 +159,7 @@ class RankState:
             self.phase, self.why = RankPhase.FAILED, why
 
     def leave(self) -> None:
-        """Set the phase to ended, so that the exit of this process is no failure from now on."""
+        """Set the phase to ended: from now on the exit of this process is no failure."""
         self.phase = RankPhase.ENDED
 
     # ------------------------------------------------------------------ boundaries
@@ -171,10 +169,9 @@ class RankState:
         self._base = self.position
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
-        """Set how many step boundaries of the fit come before the next one, and whether ranks may join there.
+        """Set how many boundaries of the fit come before the next one, and whether ranks may join there.
 
-        Where ranks are lost some take a step again and others do not, and new ones have taken none: nobody
-        can count what it has passed, and all give the same boundary the same number.
+        All ranks say the same, as those that repeat a step, or are new, cannot count what they have passed.
         """
         self.position, self.may_meet = self._base + number, may_meet
 
@@ -212,10 +209,7 @@ class RankState:
         self.phase, self.progress, self.rank = RankPhase.STANDING, None, self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Set the phase to stopped, or to stopped at the agreed step boundary if `has_met`.
-
-        It commits nothing until it enters another generation.
-        """
+        """Set the phase to stopped, or to meeting at the agreed step boundary if it `has_met` the others."""
         if self.state_of < 0:
             self.stand()
         else:
