@@ -3,12 +3,14 @@
 The first failure of a job; ranks that make no progress; ranks whose replica differs. For the last, ranks hash
 a slice of their state after each step, and send the hashes with their periodic reports. Where two differ, all
 ranks are asked what they have hashed then: the answers show the parameter and the ranks.
+
+A `deadline` is the time at which something is to be decided at the latest; None if nothing is pending.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import lightning_ddp.supervise.protocol as protocol
@@ -38,10 +40,10 @@ class RootCauseTracker:
     def __init__(self) -> None:
         self.first: FailureRecord | None = None  # changes only where the others continue without that rank
         self._vanished: dict[object, tuple[float, FailureRecord]] = {}
-        self._echoes: list[tuple[float, FailureRecord]] = []
+        self.echoes: list[tuple[float, FailureRecord]] = []  # until when they wait for what they echo
 
     def accuse(self, record: FailureRecord) -> None:
-        """Take a failure as the first, as it explains itself: an exception of user code, or an exit code."""
+        """Take a failure as the first, as it explains itself."""
         if self.first is not None:
             return
         self.first = record
@@ -59,13 +61,13 @@ class RootCauseTracker:
 
     def echo(self, record: FailureRecord, now: float) -> None:
         """Record an error of a lost connection, which is usually the consequence of another failure."""
-        self._echoes.append((now + ECHO_WAIT_S, record))
+        self.echoes.append((now + ECHO_WAIT_S, record))
 
     def exited(self, record: FailureRecord, now: float) -> None:
         """Record a child's failing exit code; it is the first failure if its connection has closed."""
         if self.first is not None or record.exit_code is None:
             return
-        if any(_key(echo) == _key(record) for echo in self.echoes):
+        if any(_key(echo) == _key(record) for _, echo in self.echoes):
             return  # it failed in the open, and is waiting for a better explanation already
         known = self._vanished.get(_key(record))
         if known is not None:
@@ -77,28 +79,22 @@ class RootCauseTracker:
         """Return the first failure if it is certain, as no better explanation is to come; else None."""
         deadline = self.deadline()
         if deadline is not None and deadline <= now:
-            named = list(self._vanished.values()) or self._echoes
+            named = list(self._vanished.values()) or self.echoes
             self.first = min(named, key=lambda entry: entry[0])[1]
         return self.first
-
-    @property
-    def echoes(self) -> list[FailureRecord]:
-        return [record for _, record in self._echoes]
 
     def set_aside(self, record: FailureRecord) -> None:
         """Forget the first failure and all others of its process, as the job continues without that."""
         self.first = None
         self._vanished.pop(_key(record), None)
-        self._echoes = [echo for echo in self._echoes if _key(echo[1]) != _key(record)]
+        self.echoes = [echo for echo in self.echoes if _key(echo[1]) != _key(record)]
 
     def deadline(self) -> float | None:
-        """Return the time at which `decide` is to be called at the latest; None if nothing is pending."""
-        waiting = [*self._vanished.values(), *self._echoes]
+        waiting = [*self._vanished.values(), *self.echoes]
         return min((deadline for deadline, _ in waiting), default=None) if self.first is None else None
 
 
 def _key(record: FailureRecord) -> object:
-    """Return a key of a failure's process: node and process id, as its rank may be outdated."""
     return record.rank if record.pid is None else (record.node_rank, record.pid)
 
 
@@ -112,13 +108,10 @@ def silent(identity: Identity, timeout_s: float) -> FailureRecord:
 
 
 class StallWatch:
-    """Detector of ranks that send no reports, or make no progress though they wait for no other rank.
-
-    A rank has stalled after `timeout_s` seconds without progress; None for no limit.
-    """
+    """Detector of ranks that send no reports, or make no progress though they wait for no other rank."""
 
     def __init__(self, timeout_s: float | None, num_ranks: int) -> None:
-        self._timeout_s = 0.0 if timeout_s is None else timeout_s
+        self._timeout_s = timeout_s or 0.0
         self.interval_s: float | None = None  # period of reports: a stopped rank is found by so much later
         if timeout_s is not None:
             often = max(_REPORT_EVERY_S, num_ranks / _REPORTS_A_S)
@@ -221,7 +214,6 @@ class ReplicaComparison:
         return []
 
     def deadline(self) -> float | None:
-        """Return the time at which `due` is to be called at the latest; None if nothing is pending."""
         return self._question.deadline if self._question is not None else None
 
     def due(self, now: float) -> Difference | None:
@@ -239,11 +231,12 @@ class ReplicaComparison:
 def _explain(answers: Mapping[int, protocol.StateValues]) -> Difference | None:
     """Return how the answers of ranks about their state differ, with a text; None if they are equal."""
     states = {rank: dict(zip(each.names, each.values, strict=False)) for rank, each in answers.items()}
-    ranks = list(states)
-    parted = [ranks[position] for position in minority(str(state) for state in states.values())]
+    ranks, texts = [*states], {rank: str(state) for rank, state in states.items()}
+    most, number = next(iter(Counter(texts.values()).most_common(1)), ("", 0))
+    alike = [rank for rank, text in texts.items() if text == most and 2 * number > len(texts)]
+    parted = [rank for rank in ranks if rank not in alike]
     if not parted:
         return None
-    alike = [rank for rank in ranks if rank not in parted]
     right = states[alike[0] if alike else parted[0]]
     names = {
         n: None for rank in parted for n in (*right, *states[rank]) if states[rank].get(n) != right.get(n)
@@ -266,14 +259,3 @@ def _explain(answers: Mapping[int, protocol.StateValues]) -> Difference | None:
     causes = "".join(f"\n  {having}: {note}" for note, having in whose.items())
     text = f"lightning_ddp: the replicas differ: {text}{causes}\n  Causes and what to do: {_PAGE}"
     return Difference(tuple(parted), bool(alike), all(a.can_be_copied for a in answers.values()), text)
-
-
-def minority(values: Iterable[Hashable]) -> list[int]:
-    """Return the indices of values that are not the majority's; all indices if there is no majority.
-
-    >>> minority("aabaa"), minority("aaaa"), minority("ab"), minority("")
-    ([2], [], [0, 1], [])
-    """
-    listed = list(values)
-    most, number = next(iter(Counter(listed).most_common(1)), (None, 0))
-    return [i for i, each in enumerate(listed) if each != most or 2 * number <= len(listed)]

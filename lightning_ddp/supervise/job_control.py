@@ -243,7 +243,7 @@ class JobControl:
     def _end_with_echoes(self) -> None:
         """End the job if the others wait in a recovery for a rank that failed in a call that communicates."""
         if self._settings.recovery is not None and not self._settings.recovery.exceptions:
-            for echo in self._verdict.echoes:
+            for _, echo in self._verdict.echoes:
                 process = self.job.roster.of(echo)
                 if process is not None:
                     self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
