@@ -48,7 +48,7 @@ class Process:
     """A connected process as the server knows it: identity, rank, state, last report and last order."""
 
     number: int  # of the connection
-    identity: Identity  # of its hello, with its place as rank
+    identity: Identity  # of its hello; its rank is the place, that in the first generation
     state: ProcessState
     rank: int  # in the last generation that it was a member of
     is_launcher: bool
@@ -66,7 +66,6 @@ class Process:
 
     @property
     def place(self) -> int:
-        """Rank that this process, or the lost one that it replaces, had in the first generation."""
         return self.identity.rank
 
     @property
@@ -75,11 +74,10 @@ class Process:
 
     @property
     def who(self) -> Identity:
-        """Identity of this process (node, host, pid) with its rank in the current generation."""
+        """Identity with the rank in the current generation."""
         return self.identity if self.rank == self.place else replace(self.identity, rank=self.rank)
 
     def failure(self, message: str, **more: Any) -> FailureRecord:
-        """Return a failure record of this process, with a message and more fields."""
         return FailureRecord.of_identity(self.who, message, **more)
 
     @property
@@ -98,7 +96,6 @@ class Process:
 
     @property
     def has_state(self) -> bool:
-        """True if this process has ever had the training state."""
         return self.report.state_of >= 0
 
     @property
@@ -141,11 +138,11 @@ class Roster:
         return self._known.get((record.node_rank, record.pid))
 
     def at(self, place: int) -> list[Process]:
-        """Return the living processes of an initial rank: two if its node is back before its loss is seen."""
+        """Return the living processes of a place: two if its node is back before its loss is seen."""
         return [process for process in self.living.values() if process.place == place]
 
     def launcher_of(self, place: int) -> Process | None:
-        """Return the launcher process on the node of an initial rank, or None; None on the server's node."""
+        """Return the launcher on the node of a place, or None; always None on the server's node."""
         node = self.nodes.get(place, 0)
         for process in self.living.values() if node else ():
             is_it = process.is_launcher and process.node == node and process.is_connected
@@ -196,39 +193,29 @@ class Roster:
 
 @dataclass(frozen=True)
 class Send:
-    """Action of the server: send an order to a process."""
-
     process: Process
     order: Order
 
 
 @dataclass(frozen=True)
-class End:
-    """Action of the server: close the connection to a process, and kill it if it is on the server's node."""
-
+class End:  # close its connection, and kill it if it is on the server's node
     process: Process
 
 
 @dataclass(frozen=True)
-class StartProcess:
-    """Action of the server: have a launcher (None: this node's) start a new process for an initial rank."""
-
+class StartProcess:  # have a launcher (None: this node's) start a process for an initial rank
     launcher: Process | None
     place: int
     number: int
 
 
 @dataclass(frozen=True)
-class Say:
-    """Action of the server: print a text to standard error."""
-
+class Say:  # print to standard error
     text: str
 
 
 @dataclass(frozen=True)
-class Accuse:
-    """Action of the server: end the job with the failure `record`."""
-
+class Accuse:  # end the job with this failure
     record: FailureRecord
 
 
@@ -254,40 +241,36 @@ class Slot:
         return self.opens_at is not None and self.opens_at <= now
 
     def lost(self, step: int, now: float) -> None:
-        """Record that this rank's process was lost at committed step `step`, and plan its replacement."""
+        """Plan the replacement of a process that was lost at committed step `step`."""
         is_soon = self.joined_at is not None and step - self.joined_at < STEPS_TO_FORGET
         self.ended(now, is_failure=is_soon)
 
     def ended(self, now: float, *, is_failure: bool = True) -> None:
-        """Plan the next start, as this rank's process has ended: at once, or later with each failure."""
+        """Plan the next start, as the process has ended: at once, or later with each failure."""
         self.num_failed = self.num_failed + 1 if is_failure else 0
         self.is_awaited, self.joined_at = False, None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
         self.opens_at = now + (delay_s if self.num_failed else 0.0)
 
     def close(self) -> None:
-        """Cancel the planned start of a new process for this rank."""
         self.is_awaited, self.opens_at = False, None
 
     def joined(self, step: int) -> None:
-        """Record that this rank's new process trains from committed step `step` on."""
+        """Record that the new process trains from committed step `step` on."""
         self.close()
         self.joined_at = step
 
     def stands_again(self) -> None:
-        """Record that this rank's new process did not get the training state, and waits to join again."""
+        """Record that the new process did not get the training state, and waits to join again."""
         self.is_awaited, self.joined_at = True, None
 
 
 class Slots:
-    """The slots of a job, one for each initial rank: when a new process is to be started in each.
-
-    Args:
-        most: most starts in a slot without `STEPS_TO_FORGET` steps in between; None to start no process.
-    """
+    """The slots of a job, one for each initial rank: when a new process is to be started in each."""
 
     def __init__(self, roster: Roster, most: int | None) -> None:
-        self._roster, self._most = roster, most
+        self._roster = roster
+        self._most = most  # starts in a slot without `STEPS_TO_FORGET` steps in between; None for none at all
         self._slots: defaultdict[int, Slot] = defaultdict(Slot)
 
     def __getitem__(self, place: int) -> Slot:
@@ -296,8 +279,7 @@ class Slots:
     def reopen(self, node: int, now: float) -> None:
         """Plan new processes for all vacant ranks of a node whose launcher has connected or gone.
 
-        Also where that was given up, or asked of another launcher. The slot of a lost member is empty once
-        the next generation is formed: `Slot.lost`.
+        The slot of a lost member is empty once the next generation is formed: `Slot.lost`.
         """
         of_members = {process.place for process in self._roster.members}
         for place, its in self._roster.nodes.items():
@@ -308,10 +290,7 @@ class Slots:
                     slot.num_failed, slot.opens_at = 0, now
 
     def may_come(self, who: Identity, *, is_launcher: bool) -> bool:
-        """Return True if a connecting process was requested, or is the launcher of a node that is back.
-
-        The latter waits if it comes before the loss of its node is known.
-        """
+        """Return True if a connecting process was requested, or is the launcher of a node that is back."""
         if self._most is None or self._roster.nodes.get(who.rank) != who.node_rank:
             return False
         if any(process.state is ProcessState.STANDING for process in self._roster.at(who.rank)):
@@ -350,21 +329,19 @@ class Slots:
 
     def deadline(self) -> float | None:
         """Return the time at which `due` or `ready` next finds a process; None for never."""
-        found = []
+        found, stood_at = [], {process.place for process in self._roster.standing}
         for place, slot in self._slots.items() if self._most is not None else ():
-            there = self._roster.at(place)
-            may_start = not there and self._may_start(place)
+            may_start = self._may_start(place)
             if slot.is_awaited and may_start:
                 found.append(slot.asked_at + _ASK_AGAIN_S)
-            is_stood_at = any(process.state is ProcessState.STANDING for process in there)
-            if slot.opens_at is not None and (is_stood_at or may_start):
+            if slot.opens_at is not None and (may_start or place in stood_at):
                 found.append(slot.opens_at)
         return min(found, default=None)
 
     def _may_start(self, place: int) -> bool:
-        """Return True if an initial rank has no living process, and its node has a launcher to start one."""
+        """Return True if a place has no living process, and its node has a launcher to start one."""
         is_here = self._roster.nodes.get(place, 0) == 0
-        return (is_here or self._roster.launcher_of(place) is not None) and not self._roster.at(place)
+        return not self._roster.at(place) and (is_here or self._roster.launcher_of(place) is not None)
 
 
 # ---------------------------------------------------------------------- orders in force
@@ -373,8 +350,7 @@ class Slots:
 class CurrentPhase:
     """Current phase of a job, the time when it began, and the processes for which it waits.
 
-    Args:
-        grace_s: seconds within which a process has to follow an order, or report while others wait for it.
+    A process has to follow an order, or to report while others wait for it, within `grace_s` seconds.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -416,7 +392,7 @@ class CurrentPhase:
             self.awaited.add(process)
 
     def deadline(self) -> float | None:
-        """Return the time at which a process may be too late in following an order; None if none can be."""
+        """Return the time at which a process may be late in following the order; None if none can be."""
         return self._look_at if self.awaited and self.name not in _UNLIMITED else None
 
     def late(self, now: float) -> list[Process]:
@@ -440,14 +416,10 @@ class OrderBook:
     """Issuer of orders to processes, which are numbered, and repeated until a process confirms them.
 
     All processes of one state get the same object, so that it is packed once.
-
-    Args:
-        answer_s: least time between two answers to the reports of a process; None to answer only those that
-            do not know the order.
     """
 
     def __init__(self, answer_s: float | None) -> None:
-        self._answer_s = answer_s
+        self._answer_s = answer_s  # least time between answers to a process; None: only if it is not informed
         self._template: Order | None = None
         self._orders: dict[ProcessState, Order] = {}
         self._number = 0
