@@ -51,13 +51,10 @@ _GOING = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase
 
 
 class JobState:
-    """State machine of a job on the control server: its processes, generations of ranks, and orders.
-
-    Args:
-        period_s: period of reports, and twice that of answers, where stalls are looked for; else None.
-    """
+    """State machine of a job on the control server: its processes, generations of ranks, and orders."""
 
     def __init__(self, world_size: int, settings: SupervisionSettings, period_s: float | None = None) -> None:
+        # `period_s`: of reports, and twice that of answers, where stalls are looked for; else None
         recovery = settings.recovery
         self.goes_on = recovery is not None  # True if the job continues without ranks that it loses
         self._settings = recovery or RecoverySettings()
@@ -101,7 +98,6 @@ class JobState:
 
     @property
     def has_met(self) -> bool:
-        """True once all ranks have connected to the control server."""
         return self.phase is not JobPhase.CONNECTING
 
     # ------------------------------------------------------------------ events
@@ -195,12 +191,9 @@ class JobState:
             self._slots.reopen(process.node, now)  # what it was asked for is another one's, if any
 
     def exited(self, record: FailureRecord, now: float) -> bool:
-        """Record a child's exit, perhaps reported twice; return True if it may be a failure of the job.
-
-        A process that has not connected may have the process id of one from before its node came back, so
-        place and number of the start tell which it is.
-        """
+        """Record a child's exit, perhaps reported twice; return True if it may be a failure of the job."""
         process, key = self.roster.of(record), (record.rank, record.start)
+        # one that has not connected may have the process id of another from before its node came back
         if process is None or (process.place, process.identity.start) != key:
             if key not in self.roster.ended_early and self._slots[record.rank].awaits(record.start):
                 self._slots[record.rank].ended(now)
@@ -239,15 +232,12 @@ class JobState:
         self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Remove a lost rank and start a recovery; return True if the others may continue without it.
-
-        The process certainly does nothing any more if `has_ended`.
-        """
+        """Remove a lost rank and start a recovery; return True if the others may continue without it."""
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
         self.history.lost(process.place, record, now)
         # one of another node cannot be killed from here; it is told nothing more, and its node does that
-        has_ended |= process.has_exited or process.node != 0
+        has_ended |= process.has_exited or process.node != 0  # it certainly does nothing any more
         if process.state is ProcessState.JOINING:  # it has not got as far as the others
             self.roster.put_out(process)
             if has_ended:
@@ -277,14 +267,13 @@ class JobState:
         return [process for process in due if process.is_member]
 
     def gave_up(self, process: Process, why: str) -> None:
-        """End the job if its ranks wait in a recovery for a process that fails; `why` is the reason."""
+        """End the job if its ranks wait in a recovery for this process, which fails."""
         if self.phase in (JobPhase.RECOVERING, JobPhase.FORMING) and process.is_member:
             self._give_up(why)
 
     # ------------------------------------------------------------------ what is due
 
     def deadline(self, now: float) -> float | None:
-        """Return the time at which `tick` is to be called at the latest; None if nothing is pending."""
         found = [self._current.deadline(), min(self._ending.values(), default=None), self._stops_by]
         match self.phase:
             case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
@@ -311,7 +300,6 @@ class JobState:
         return actions
 
     def _template(self) -> Order:
-        """Return the order that the present phase gives the ranks of the current generation, unnumbered."""
         task = self.phase.task
         return Order(
             number=0,
@@ -326,7 +314,7 @@ class JobState:
         )
 
     def _advance(self, now: float) -> bool:
-        """Switch to the next phase of the job if its condition is met; return True if it has switched."""
+        """Switch to the next phase if its condition is met; return True if it has switched."""
         self._count_ended()
         self._release_late(now)
         before = self.phase, self.generation, self._current.since
@@ -352,7 +340,6 @@ class JobState:
         self._current.begin(phase, self.roster.remaining, now)
 
     def _resume(self, now: float) -> None:
-        """Enter the phase in which ranks train, or wait for others if fewer than `min_world_size`."""
         self._enter(JobPhase.SHORT if self._is_short(self.roster.remaining) else JobPhase.RUNNING, now)
 
     def _advance_short(self, now: float) -> None:
