@@ -46,14 +46,10 @@ class ControlClient:
 
     Args:
         on_failure: called once, with the first failure of the job.
-        on_order: called while `lock` is held, after each order: with the error that stops the main thread, or
-            None.
+        on_order: called while `lock` is held, with the error of an order that stops the main thread, or None.
         where: returns what this rank does.
         parent: process that started this one, if it is of this job: its end is noticed.
         on_message: called with each message that is not for the client itself.
-
-    Raises:
-        RendezvousError: the server cannot be reached.
     """
 
     def __init__(
@@ -130,7 +126,6 @@ class ControlClient:
 
     @property
     def has_met(self) -> bool:
-        """True if all ranks of the job have connected to the control server."""
         return self.state.has_met
 
     @property
@@ -169,7 +164,6 @@ class ControlClient:
             return self._sent.wait_for(lambda: self._num_sent >= wakes, timeout=timeout_s)
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
-        """Send a failure of this process to the server, and wait until it is written to the socket."""
         self.post(protocol.SecondaryFailure(record) if is_echo else protocol.Failed(record))
         self.flush()
 
@@ -208,8 +202,8 @@ class ControlClient:
     ) -> None:
         """End a run (a fit, a test ...) by `end`; wait until all ranks have ended theirs, or one has failed.
 
-        After `timeout_s` seconds this rank leaves alone, and its end is no failure anymore. Once all have
-        ended the run, the client's thread calls `when_all_left`, before it can learn of a later failure.
+        After `timeout_s` seconds this rank leaves alone. Once all have ended the run, the client's thread
+        calls `when_all_left`, before it can learn of a later failure.
         """
         deadline = time.monotonic() + timeout_s
         looks_at = time.monotonic() + _LOOK_AGAIN_S
@@ -277,7 +271,7 @@ class ControlClient:
         return max(0.0, min(self._next_report, silent_at) - now)
 
     def _stop_listening(self) -> None:
-        """Stop reading from the server and watching the parent process; queued messages are still sent."""
+        """Stop hearing the server and the parent process; queued messages are still sent."""
         if not self._is_deaf:
             self._is_deaf = True
             self._selector.unregister(self._connection)

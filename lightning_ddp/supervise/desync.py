@@ -84,7 +84,6 @@ class DesyncDetector:
         raise ProtocolError(f"a message {message.kind}")
 
     def deadline(self) -> float | None:
-        """Return the time at which `due` is to be called at the latest; None if nothing is pending."""
         if self._roll is not None:
             return self._roll.deadline
         if not self._announced:
@@ -105,8 +104,6 @@ class DesyncDetector:
 
     def _report(self, rank: int) -> Report:
         return self._members[rank].report if rank in self._members else NO_REPORT
-
-    # ------------------------------------------------------------------ roll call
 
     def _ask(self, rank: int, question: _Question, now: float) -> Outgoing:
         when, statuses = self._last
@@ -138,7 +135,6 @@ class DesyncDetector:
         return [self._explain(statuses, *asked) for asked in sorted(roll.askers, key=str)]
 
     def _mute(self, rank: int) -> RankStatus:
-        """Return a status for a rank that did not answer a query: finished, silent or gone."""
         report = self._report(rank)
         if 0 < report.begun == report.ended:
             return RankStatus(rank=rank, state="finished", label=report.run)
@@ -153,10 +149,7 @@ class DesyncDetector:
         return rank, protocol.Diagnosis(*question, findings)
 
     def stranded(self, all_ended: int) -> FailureRecord | None:
-        """Return the failure of a rank that waits for ranks which have ended their run, or None.
-
-        Each query of all ranks is looked at once.
-        """
+        """Return the failure of a rank that the last roll call found to wait for ranks that have ended."""
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
@@ -165,8 +158,6 @@ class DesyncDetector:
                 if not is_start and any(statuses[r].on(group).number < number for r in never):
                     return self._members[rank].failure(explain(statuses, rank, group, number).sentence)
         return None
-
-    # ------------------------------------------------------------------ before each collective
 
     def _announce(self, rank: int, message: protocol.CollectiveFingerprint, now: float) -> Outgoing:
         group, number, text = message.group, message.number, message.text
@@ -229,10 +220,7 @@ class DesyncDetector:
 def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:
     """Describe where the ranks disagree about a collective, and which have not called it, for rank `asker`.
 
-    Args:
-        statuses: of all ranks of the run.
-        group: process group of the collective; None for that in which most ranks wait.
-        number: of the collective in its group.
+    The collective has a `number` in its `group`; None is for the group in which most ranks wait.
     """
     if all(status.on(group).number < 0 for status in statuses.values()):
         waits = [(a.group, a.number) for a in statuses.values() if a.group is not None and a.number]

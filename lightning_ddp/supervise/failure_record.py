@@ -104,7 +104,6 @@ class FailureRecord:
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
-        """Return the failure record of an exception that was raised in the process `identity`."""
         kind = type(error)
         return cls.of_identity(
             identity,
@@ -118,7 +117,6 @@ class FailureRecord:
 
     @classmethod
     def of_identity(cls, identity: Identity, message: str, **more: Any) -> FailureRecord:
-        """Return the failure record of a process with a message, without an exception."""
         return cls(**vars(identity), message=message, **more)
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
@@ -241,10 +239,7 @@ def _package_of(file: str) -> str:
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
-    """Write a failure as JSON to `path`, where torchelastic's agent looks for the error of a process.
-
-    The first failure `record` happened in this process if `is_cause`.
-    """
+    """Write a failure, of this process if `is_cause`, as JSON to where torchelastic's agent looks for it."""
     text = cause_of(record) if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text
     more = {
@@ -269,19 +264,13 @@ class History:
         self._since: float | None = None  # time of the first loss since all continued
 
     def lost(self, slot: int, record: FailureRecord, now: float) -> None:
-        """Record that the process that holds a rank has failed or leaves, for the next entry of this log."""
         self._left.setdefault(slot, record)
         self._since = now if self._since is None else self._since
 
     def formed(
         self, step: int, before: Sequence[int], after: Sequence[int], now: float, healed: Sequence[int] = ()
     ) -> None:
-        """Add an entry: the ranks changed from `before` to `after`, and continue from a step.
-
-        `before` and `after` have the slot of each rank.
-
-        The ranks `healed` take over the state of another one.
-        """
+        """Add an entry: the slots of the ranks changed from `before` to `after`; some ranks were `healed`."""
         self._since = now if self._since is None else self._since
         left = [self._left.pop(slot) for slot in before if slot not in after and slot in self._left]
         joined = [str(rank) for rank, slot in enumerate(after) if slot not in before]

@@ -38,10 +38,7 @@ _STACK = "lightning_ddp_stack"
 
 
 class Guard:
-    """Subprocess beside a launcher that kills processes which do not end after a failure (Linux 5.3+).
-
-    The launcher is a rank as well, and may be killed, if `ends_launcher`.
-    """
+    """Subprocess beside a launcher that kills processes which do not end after a failure (Linux 5.3+)."""
 
     def __init__(self, *, ends_launcher: bool) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,7 +53,7 @@ class Guard:
             )
 
     def end(self) -> None:
-        """Kill the guard's process; called when no process is left to guard and the launcher reports."""
+        """Kill the guard's process, as no process is left to guard and the launcher reports."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

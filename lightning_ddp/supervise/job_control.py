@@ -53,11 +53,7 @@ class LocalProcesses:
 class JobControl:
     """Decision logic of the control server for a job: which failure was first, and which ranks continue.
 
-    Args:
-        token: secret of the job.
-        say: prints a text for people.
-        with_stack: adds the stack of a process, where possible, to its record.
-        pid: server's process: the others do not continue without a rank in it.
+    The others do not continue without a rank in the server's process `pid`.
     """
 
     def __init__(
@@ -95,7 +91,6 @@ class JobControl:
         return first if first is None else replace(first, checkpoint=self._checkpoint)
 
     def deadline(self, now: float) -> float | None:
-        """Return the time at which `decide` is to be called at the latest; None if nothing is pending."""
         deadlines = [self._verdict.deadline(), self._inspection.deadline()]
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look())
@@ -189,7 +184,7 @@ class JobControl:
             self._verdict.vanished(self._ranked(record), now)
 
     def _newcomer(self, record: FailureRecord) -> Process | None:
-        """Return the process of a failure record if it is not in training (yet, or any more), else None."""
+        """Return a failed process that is not in training (yet, or any more), else None."""
         process = self.job.roster.of(record)
         return None if process is None or process.state is ProcessState.MEMBER else process
 
@@ -288,7 +283,6 @@ class JobControl:
         return first
 
     def _differ(self, found: Difference) -> None:
-        """Print, heal or end the job, as `replica_check` says, because ranks hold different replicas."""
         settings, parted = self._settings.replicas, [self._members[rank] for rank in found.ranks]
         action = settings.name if settings is not None else "warn"
         heals = action == "heal" and found.has_majority and found.can_be_copied
@@ -331,7 +325,6 @@ class JobControl:
             self._verdict.first = replace(cause, message=message)
 
     def _is_to_own_process(self, action: Action) -> bool:
-        """Return True if an action sends to the rank in the server's own process; such actions come last."""
         who = action.process.identity if isinstance(action, Send) else None
         return who is not None and (who.node_rank, who.pid) == (0, self._pid)
 

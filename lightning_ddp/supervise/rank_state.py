@@ -107,7 +107,6 @@ class RankState:
 
     @property
     def has_met(self) -> bool:
-        """True once all ranks of the job have connected to the control server."""
         return self.order is not NO_ORDER and (self._is_new or self.task is not Task.WAIT)
 
     @property
@@ -131,7 +130,6 @@ class RankState:
 
     @property
     def is_released(self) -> bool:
-        """True if the server has ordered this process to exit with code 0."""
         return self.task is Task.LEAVE
 
     def has_ended_everywhere(self) -> bool:
@@ -141,7 +139,7 @@ class RankState:
         """Return True if the latest known generation has no process for the initial rank `place`."""
         return self.members is not None and place not in self.members
 
-    # ------------------------------------------------------------------ runs
+    # ------------------------------------------------------------------ the main thread
 
     def begin_run(self, name: str) -> None:
         self.begun, self.run = self.begun + 1, name
@@ -161,8 +159,6 @@ class RankState:
     def leave(self) -> None:
         """Set the phase to ended: from now on the exit of this process is no failure."""
         self.phase = RankPhase.ENDED
-
-    # ------------------------------------------------------------------ boundaries
 
     def begin_fit(self) -> None:
         """Count the step boundaries of a fit from here; all ranks must have passed equally many before."""
@@ -189,8 +185,6 @@ class RankState:
         self.position += 1
         return Passage.GO
 
-    # ------------------------------------------------------------------ leaving
-
     def ask(self, wish: Wish) -> None:
         """Record what a signal requests, to leave or to stop, for the next report. Safe in a handler."""
         if self.wish is None or wish.kind is WishKind.STOP:
@@ -201,8 +195,6 @@ class RankState:
         self.may_meet = False
         if self.wish is not None and self.wish.kind is not WishKind.STOP:
             self.wish = Wish(WishKind.STOP, self.wish.signal)
-
-    # ------------------------------------------------------------------ generations
 
     def stand(self) -> None:
         """Set the phase to waiting for admission, as this process has no training state; does not block."""

@@ -23,13 +23,7 @@ _log = logging.getLogger("lightning_ddp")
 class ControlServer:
     """Server thread to which all processes of a job connect; it tells all of them the first failure.
 
-    Args:
-        address: name or address of this host; its interface is bound.
-        token: secret of the job.
-        any_interface: True to bind all interfaces, for an address that is the loopback on this host only.
-
-    Raises:
-        RendezvousError: the address is not one of this host.
+    Binds the interface of this host's `address`; all with `any_interface`, if that is the loopback here only.
     """
 
     def __init__(
@@ -67,7 +61,6 @@ class ControlServer:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """Record of the job's first failure with the path of the checkpoint saved after it; None before."""
         return self._control.first_failure
 
     @property
@@ -84,7 +77,6 @@ class ControlServer:
         return self._job.goes_on
 
     def knows(self, who: Identity) -> bool:
-        """Return True if the process with a node and process id has connected to the server."""
         return self._job.roster.of(who) is not None
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
