@@ -272,11 +272,10 @@ class ControlClient:
 
     def _stop_listening(self) -> None:
         """Stop hearing the server and the parent process; queued messages are still sent."""
-        if not self._is_deaf:
-            self._is_deaf = True
-            self._selector.unregister(self._connection)
-            if self._parent_fd is not None:
-                self._selector.unregister(self._parent_fd)
+        self._is_deaf = True
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is not self._wake_receiver:
+                self._selector.unregister(key.fileobj)
 
     def _send_posted(self) -> None:
         self._wake_receiver.recv(4096)
