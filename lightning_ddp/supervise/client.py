@@ -70,7 +70,8 @@ class ControlClient:
         self.lock = threading.RLock()
         self.failure: FailureRecord | None = None
         self.has_lost_server = False  # True if the failure is the end of the server, which reports others
-        self._server, self._settings, self._parent = server, settings, parent
+        self.server = server.identity
+        self._settings, self._parent = settings, parent
         self._first_identity = identity
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
         self._on_order = on_order
@@ -86,7 +87,7 @@ class ControlClient:
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
-        self._connection = self._connect(protocol.Hello(server.token, identity, is_launcher))
+        self._connection = self._connect(server, protocol.Hello(server.token, identity, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._parent_fd = _open_pid(parent)
@@ -98,8 +99,8 @@ class ControlClient:
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
         self._thread.start()
 
-    def _connect(self, hello: Message) -> socket.socket:
-        host, port = self._server.host, self._server.port
+    def _connect(self, server: ServerAddress, hello: Message) -> socket.socket:
+        host, port = server.host, server.port
         try:
             connection = socket.create_connection((host, port), timeout=self._settings.heartbeat_timeout_s)
         except OSError as error:
@@ -119,10 +120,6 @@ class ControlClient:
     def identity(self) -> Identity:
         """Identity of this process (node, host, pid), with its rank in the current generation."""
         return replace(self._first_identity, rank=self.state.rank)
-
-    @property
-    def server(self) -> Identity:
-        return self._server.identity
 
     @property
     def has_met(self) -> bool:
@@ -205,12 +202,10 @@ class ControlClient:
         After `timeout_s` seconds this rank leaves alone. Once all have ended the run, the client's thread
         calls `when_all_left`, before it can learn of a later failure.
         """
-        deadline = time.monotonic() + timeout_s
-        looks_at = time.monotonic() + _LOOK_AGAIN_S
+        deadline, looks_at = time.monotonic() + timeout_s, time.monotonic() + _LOOK_AGAIN_S
         try:
             self._when_all_left = when_all_left
-            attached = self.attachment()
-            if attached is not None:
+            if (attached := self.attachment()) is not None:
                 self.post(attached)
             end()
             while self.failure is None and not self.state.has_ended_everywhere() and not self._is_deaf:
@@ -254,8 +249,7 @@ class ControlClient:
         with self.lock:
             period_s = self.state.order.period_s
             report = self.state.news(self._where, is_due=is_due)
-        attached = self.attachment() if is_due else None
-        for message in (report, attached):
+        for message in (report, self.attachment() if is_due else None):
             if message is not None:
                 self._write(pack(message))
         if is_due and now - self._next_report > period_s:  # this process was stopped itself
@@ -264,7 +258,7 @@ class ControlClient:
         stall_s = self._settings.stall_timeout_s
         silent_at = math.inf if stall_s is None else self._heard_at + stall_s * (1 + 1 / REPORTS_A_TIMEOUT)
         if stall_s is not None and now >= silent_at:
-            failure = with_stack(silent(self._server.identity, stall_s))
+            failure = with_stack(silent(self.server, stall_s))
             self.post(protocol.Failed(failure))  # which the server reads when it is continued
             self._learn(failure)
             return None
@@ -302,7 +296,7 @@ class ControlClient:
                 self._handle(message)
         except Exception as error:  # noqa: BLE001 (without this thread the rank would hear of nothing)
             text = f"control channel: {type(error).__name__}: {error}"
-            self._learn(FailureRecord.of_identity(self._server.identity, text))
+            self._learn(FailureRecord.of_identity(self.server, text))
 
     def _handle(self, message: Message) -> None:
         self._heard_at = time.monotonic()
@@ -325,20 +319,19 @@ class ControlClient:
                 self._on_message(message)
 
     def _lost_server(self, error: OSError | None) -> None:
-        server = self._server.identity
-        text = explain_loss(error, server, self._settings.heartbeat_timeout_s)
-        is_elsewhere = self.identity.node_rank != server.node_rank
+        text = explain_loss(error, self.server, self._settings.heartbeat_timeout_s)
+        is_elsewhere = self.identity.node_rank != self.server.node_rank
         if is_elsewhere and isinstance(self._settings.recovery, ReplaceSettings):
             text += (
                 "\n  The other ranks may continue. This node can join again: start the same program here"
                 f" with the same NODE_RANK={self.identity.node_rank}"
             )
         self.has_lost_server = self.failure is None
-        self._learn(FailureRecord.of_identity(server, text))
+        self._learn(FailureRecord.of_identity(self.server, text))
 
     def _lost_parent(self) -> None:
         assert self._parent is not None
-        if self._parent == self._server.identity:
+        if self._parent == self.server:
             self._lost_server(None)
         else:  # it lives on another node than the server, which may know better why
             self._selector.unregister(self._parent_fd or 0)
