@@ -330,11 +330,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
-    """Return a text that lists ranks, with consecutive ones as ranges.
-
-    >>> join_ranks([0, 1, 2, 5])
-    '0-2, 5'
-    """
+    """Return a text that lists ranks, with consecutive ones as ranges: `0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and runs[-1][1] == rank - 1:
@@ -345,11 +341,7 @@ def join_ranks(ranks: Iterable[int]) -> str:
 
 
 def split_ranks(text: str) -> set[int] | None:
-    """Return the ranks in a text such as "0-2, 5"; None if it was cut off, or is something else.
-
-    >>> sorted(split_ranks("0-2, 5"))
-    [0, 1, 2, 5]
-    """
+    """Return the ranks in a text such as `0-2, 5`; None if it was cut off, or is something else."""
     ranks: set[int] = set()
     if len(text) >= _RANKS_CHARACTERS:
         return None

@@ -37,11 +37,7 @@ _ASCII_CONTROL_CHARACTERS = bytes(code for code in range(128) if _CONTROL_CHARAC
 
 
 def describe_exit(code: int) -> str:
-    """Return a phrase on how a process ended: its exit code, or the signal that killed it.
-
-    >>> describe_exit(3), describe_exit(-9)
-    ('exited with code 3', 'was killed by SIGKILL')
-    """
+    """Return a phrase on how a process ended: its exit code, or the signal that killed it."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -288,17 +284,7 @@ class History:
             self._since = None
 
     def tell(self) -> str:
-        """Return all changes of ranks as a text to print, and clear them; empty if nothing has happened.
-
-        >>> history = History()
-        >>> gone = FailureRecord(rank=1, host="gpu-07", pid=6091, message="was killed by SIGKILL")
-        >>> history.lost(1, gone, 10.0)
-        >>> history.formed(3, [0, 1], [0], 10.1)
-        >>> history.went_on(10.25)
-        >>> print(history.tell(), end="")
-        lightning_ddp: this run continued 1 time with other ranks, 0.25 s lost:
-          step 3: 2 -> 1 ranks after 0.25 s; left: rank 1 (host gpu-07, pid 6091) was killed by SIGKILL
-        """
+        """Return all changes of ranks as a text to print, and clear them; empty if nothing has happened."""
         generations, self._generations = self._generations, []
         if not generations:
             return ""
