@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.supervise.failure_record import FailureRecord, Where
-from lightning_ddp.supervise.orders import NO_REPORT, Report
+from lightning_ddp.supervise.orders import Report
 from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, ProtocolError, RankStatus
 
@@ -103,7 +103,7 @@ class DesyncDetector:
         return rank in self._members and self._members[rank].is_connected
 
     def _report(self, rank: int) -> Report:
-        return self._members[rank].report if rank in self._members else NO_REPORT
+        return self._members[rank].report if rank in self._members else Report()
 
     def _ask(self, rank: int, question: _Question, now: float) -> Outgoing:
         when, statuses = self._last

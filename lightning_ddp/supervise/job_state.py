@@ -302,7 +302,6 @@ class JobState:
     def _template(self) -> Order:
         task = self.phase.task
         return Order(
-            number=0,
             task=task,
             position=self._position if task in (Task.MEET, Task.STOP) else 0,
             has_new=self._has_new and task is Task.MEET,

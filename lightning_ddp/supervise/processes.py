@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
-from lightning_ddp.supervise.orders import (
-    NO_ORDER,
-    NO_REPORT,
-    JobPhase,
-    Order,
-    RankPhase,
-    Report,
-    Task,
-    WishKind,
-)
+from lightning_ddp.supervise.orders import JobPhase, Order, RankPhase, Report, Task, WishKind
 
 STEPS_TO_FORGET = 100  # committed steps after which earlier failures count no more
 _FIRST_DELAY_S = 0.5
@@ -54,7 +45,7 @@ class Process:
     is_launcher: bool
     heard_at: float  # time of the last report, or of the connection
     moved_at: float = 0.0  # time of the first report with the present count of progress
-    report: Report = NO_REPORT  # the last one
+    report: Report = field(default_factory=Report)  # the last one
     order: Order | None = None  # the last one that was sent
     ordered_at: float = 0.0
     is_connected: bool = True
@@ -455,6 +446,6 @@ class OrderBook:
             order = template
             if state is not ProcessState.MEMBER:
                 task = Task.WAIT if state is ProcessState.STANDING else Task.LEAVE
-                order = replace(NO_ORDER, task=task, all_ended=template.all_ended, period_s=template.period_s)
+                order = Order(task=task, all_ended=template.all_ended, period_s=template.period_s)
             order = self._orders[state] = replace(order, number=self._number)
         return order

@@ -12,7 +12,6 @@ from enum import Enum, auto
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.orders import (
-    NO_ORDER,
     NewGeneration,
     Order,
     Progress,
@@ -51,7 +50,7 @@ class RankState:
         self.phase = RankPhase.STARTING
         self.generation = 0  # the last one that it has entered
         self.state_of = -1 if is_new else 0  # the last generation whose state it has; -1 for none
-        self.order = NO_ORDER  # the last order that was heard
+        self.order = Order()  # the last order that was heard
         self.members: tuple[int, ...] | None = None  # in the last generation heard of; None for the first one
         self.position = 0  # number of boundaries that were passed
         self.may_meet = True  # True if ranks may join or leave at the boundary that comes next
@@ -107,7 +106,7 @@ class RankState:
 
     @property
     def has_met(self) -> bool:
-        return self.order is not NO_ORDER and (self._is_new or self.task is not Task.WAIT)
+        return self.order.number > 0 and (self._is_new or self.task is not Task.WAIT)
 
     @property
     def is_called(self) -> bool:
