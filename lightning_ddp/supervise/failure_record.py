@@ -268,7 +268,8 @@ class History:
     ) -> None:
         """Add an entry: the slots of the ranks changed from `before` to `after`; some ranks were `healed`."""
         self._since = now if self._since is None else self._since
-        left = [self._left.pop(slot) for slot in before if slot not in after and slot in self._left]
+        left = [self._left[slot] for slot in before if slot not in after and slot in self._left]
+        self._left.clear()
         joined = [str(rank) for rank, slot in enumerate(after) if slot not in before]
         who = f"; left: {', '.join(map(_who, left))}" if left else ""
         who += f"; joined: rank {', '.join(joined)}" if joined else ""
