@@ -13,7 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -337,13 +337,8 @@ def begin_fit(state: RankState) -> None:
     state.begin_run("fit")
 
 
-@contextmanager
-def running(world_size: int, **settings: Any) -> Iterator[Run]:
-    run = Run(world_size, **settings)
-    try:
-        yield run
-    finally:
-        run.close()
+def running(world_size: int, **settings: Any) -> closing[Run]:
+    return closing(Run(world_size, **settings))
 
 
 def test_a_rank_stalls_only_when_all_have_come() -> None:
@@ -397,11 +392,9 @@ def verdict_of(watch: ControlClient) -> FailureRecord:
     return record
 
 
-@contextmanager
-def connected(run: Run) -> Iterator[socket.socket]:
+def connected(run: Run) -> socket.socket:
     """A connection to the server that says nothing yet."""
-    with socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S) as connection:
-        yield connection
+    return socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S)
 
 
 def wait_until(watch: ControlClient, condition: Callable[[RankState], bool]) -> None:
@@ -613,7 +606,7 @@ GARBAGE = {
 def test_a_stranger_is_hung_up_on_and_changes_nothing(kind) -> None:
     with running(2) as run:
         run.connect_all()
-        with socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S) as stranger:
+        with connected(run) as stranger:
             try:
                 stranger.sendall(GARBAGE[kind])
                 with suppress(OSError):  # ENOTCONN where it has been hung up on already
@@ -646,10 +639,7 @@ def test_a_process_of_another_version_is_told_so_and_refused() -> None:
 def test_idle_strangers_leave_the_trainer_its_descriptors_and_the_ranks_their_places() -> None:
     with open_files(256), running(2) as run, ExitStack() as stack:
         run.connect(0)
-        idle = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", run.server.port), timeout=DEADLINE_S))
-            for _ in range(160)
-        ]
+        idle = [stack.enter_context(connected(run)) for _ in range(160)]
         assert idle[0].recv(1) == b""  # the oldest gives way
         run.connect(1)
         for watch in run.watches:
