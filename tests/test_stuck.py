@@ -474,30 +474,13 @@ def test_a_fit_in_which_the_ranks_agree_is_not_disturbed(tmp_path) -> None:
     assert weights == [weights[0]] * 4
 
 
-@pytest.mark.parametrize(
-    ("fault", "strategy", "sentence"),
-    [
-        (
-            "shape",
-            {"debug": "detail"},
-            "rank 0 called all_reduce SUM of [2] float32 at step 2 in training_step; rank 1 called",
-        ),
-        (
-            "hang",
-            {"timeout": 6.0},
-            "rank 1 waits for no collective at step 2 in training_step (user_script.py:",
-        ),
-    ],
-    ids=["shape", "hang"],
-)
-def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(
-    tmp_path, fault, strategy, sentence
-) -> None:
-    strategy = {"ddp_comm_hook": POWERSGD, **strategy}
-    result = run_script(SCRIPT, order(tmp_path, strategy=strategy, fault=fault, rank=1), timeout_s=TIMEOUT_S)
+def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(tmp_path) -> None:
+    strategy = {"ddp_comm_hook": POWERSGD, "debug": "detail"}
+    arguments = order(tmp_path, strategy=strategy, fault="shape", rank=1)
+    result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S)
     assert result.returncode == 1, result.stderr
     _, _, report = result.stderr.rpartition("lightning_ddp: ")
-    assert sentence in report
+    assert "rank 0 called all_reduce SUM of [2] float32 at step 2 in training_step; rank 1 called" in report
     kinds = {read_notes(tmp_path)[f"on_exception-{rank}"]["kind"] for rank in range(2)}
     assert kinds <= {"CollectiveMismatchError", "CollectiveTimeoutError", "CommHookError", "PeerFailure"}
 
