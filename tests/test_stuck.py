@@ -174,15 +174,6 @@ def test_a_rank_that_skips_a_collective_or_calls_another_one_is_told_apart() -> 
     ) in str(error)
 
 
-def test_a_rank_that_has_finished_fit_is_named() -> None:
-    def prepare(member: Member) -> None:
-        member.phase = None
-        member.inspector.leave()
-
-    error, _ = play_without(1, 2, lambda member: member.barrier("epoch_end"), prepare)
-    assert "; rank 1 has finished fit at step 120" in str(error)
-
-
 def test_a_rank_that_waits_for_one_that_has_come_to_the_end_is_told(monkeypatch) -> None:
     monkeypatch.setattr("lightning_ddp.supervise.client._LOOK_AGAIN_S", 0.2)
     failures = []
@@ -316,7 +307,7 @@ def test_a_rank_that_finishes_its_run_leaves_nobody_waiting_for_it() -> None:
     assert error.missing == (1,)
     assert (
         "rank 0 is about to start barrier 'epoch_end' at step 120 in training_step; rank 1 has finished fit"
-        in str(error)
+        " at step 120" in str(error)
     )
 
 
