@@ -155,42 +155,31 @@ class JobControl:
         if first is not None and who.rank >= 0 and (self._is_told or who.start is None):
             self._connections.send(peer, protocol.Failure(first))
 
-    def report(self, message: Message, now: float) -> None:
+    def report(self, message: protocol.Failed, now: float) -> None:
         """Pass a reported failure, exit or disconnection on to the search for the root cause."""
+        record = message.record
+        process = self.job.roster.of(record)
+        ranked = record if process is None else replace(record, rank=process.rank)
+        is_of_run = process is None or process.state is ProcessState.MEMBER
         match message:
-            case protocol.SecondaryFailure(record):
-                if self._newcomer(record) is None:
+            case protocol.SecondaryFailure():
+                if is_of_run:
                     self._verdict.echo(record, now)
                     self._end_with_echoes()
-            case protocol.PeerDisconnected(record):
-                self._vanished(record, now)
-            case protocol.Exited(record):
+            case protocol.PeerDisconnected():
+                if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
+                    # a launching process that is no rank: nobody is left who starts ranks there
+                    self._lose_node(record.node_rank, "its launching process died", now, has_ended=False)
+                elif process is None or process.is_member:
+                    self._verdict.vanished(ranked, now)
+            case protocol.Exited():
                 if self.job.exited(record, now):
-                    self._verdict.exited(self._ranked(record), now)
-            case protocol.Failed(record):
-                process = self._newcomer(record)
-                if process is None:
+                    self._verdict.exited(ranked, now)
+            case _:
+                if process is None or is_of_run:
                     self._verdict.accuse(record)
-                else:  # that concerns it alone
+                else:  # it is not in training (yet, or any more): that concerns it alone
                     self._send(process, protocol.Failure(record))
-
-    def _vanished(self, record: FailureRecord, now: float) -> None:
-        """Treat a launcher that its children report dead as failed, or its node as lost in an elastic job."""
-        process = self.job.roster.of(record)
-        if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
-            # a launching process that is no rank: nobody is left who starts ranks there
-            self._lose_node(record.node_rank, "its launching process died", now, has_ended=False)
-        elif process is None or process.is_member:
-            self._verdict.vanished(self._ranked(record), now)
-
-    def _newcomer(self, record: FailureRecord) -> Process | None:
-        """Return a failed process that is not in training (yet, or any more), else None."""
-        process = self.job.roster.of(record)
-        return None if process is None or process.state is ProcessState.MEMBER else process
-
-    def _ranked(self, record: FailureRecord) -> FailureRecord:
-        process = self.job.roster.of(record)
-        return record if process is None else replace(record, rank=process.rank)
 
     def lost(self, peer: Peer, error: OSError | None, now: float) -> None:
         process = self._process_of.get(peer)

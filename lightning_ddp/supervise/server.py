@@ -14,7 +14,6 @@ from lightning_ddp.supervise.connections import Connections, Peer
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
-from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import SupervisionSettings
 
 _log = logging.getLogger("lightning_ddp")
@@ -51,7 +50,7 @@ class ControlServer:
             pid=os.getpid(),
         )
         self._job = self._control.job
-        self._injected: deque[Message] = deque()
+        self._injected: deque[protocol.Failed] = deque()
         self._is_closed = False
         self._decided = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-server")
@@ -88,7 +87,7 @@ class ControlServer:
         """Return True if the job goes on after losses, now without a process for the initial rank `slot`."""
         return self.goes_on and all(member.place != slot for member in self._job.roster.members)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: protocol.Failed) -> None:
         """Pass a failure report from this very process to the server's thread. Thread-safe."""
         self._injected.append(message)
         self._connections.wake()
