@@ -71,6 +71,8 @@ class JobControl:
         self._connections, self._settings, self._processes = connections, settings, processes
         self._say, self._with_stack = say, with_stack
         self._token, self._pid = token, pid
+        # True if the others may continue without a rank whose code has raised
+        self._takes_exceptions = settings.recovery is not None and settings.recovery.exceptions
         self._stall = StallWatch(settings.stall_timeout_s, world_size)
         self.job = JobState(world_size, settings, self._stall.interval_s)
         self._verdict = RootCauseTracker()
@@ -226,11 +228,10 @@ class JobControl:
 
     def _end_with_echoes(self) -> None:
         """End the job if the others wait in a recovery for a rank that failed in a call that communicates."""
-        if self._settings.recovery is not None and not self._settings.recovery.exceptions:
-            for _, echo in self._verdict.echoes:
-                process = self.job.roster.of(echo)
-                if process is not None:
-                    self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
+        for _, echo in self._verdict.echoes if not self._takes_exceptions else ():
+            process = self.job.roster.of(echo)
+            if process is not None:
+                self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
 
     def _send(self, process: Process, message: Message) -> None:
         if process in self._peers:
@@ -285,8 +286,7 @@ class JobControl:
     def _failed(self, process: Process, now: float) -> None:
         """Remove a rank that reported to fail without details, or take that as the job's failure."""
         record = process.failure(process.report.why or "it has failed")
-        recovery = self._settings.recovery
-        concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
+        concerns_itself_alone = self._takes_exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):
             self._verdict.accuse(record)
 
@@ -348,8 +348,8 @@ class JobControl:
 
     def _is_of_one_rank(self, record: FailureRecord) -> bool:
         """Return True if a failure is of a kind that concerns one rank only, so that others may continue."""
-        recovery, kind = self._settings.recovery, record.exception_type
-        if record.exception_class is None or recovery is None or not recovery.exceptions:
+        kind = record.exception_type
+        if record.exception_class is None or not self._takes_exceptions:
             has_ended = record.exit_code is not None or record.message == GONE
             return kind == "SystemExit" or (kind is None and has_ended)
         is_of_user = not record.exception_class.startswith("lightning_ddp.")
