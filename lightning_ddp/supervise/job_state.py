@@ -25,7 +25,6 @@ from lightning_ddp.supervise.processes import (
     OUT,
     Accuse,
     Action,
-    CurrentPhase,
     End,
     OrderBook,
     Process,
@@ -61,7 +60,7 @@ class JobState:
         self._wait_s = recovery.wait_s if isinstance(recovery, ReplaceSettings) else 0.0
         self._grace_s = settings.failure_grace_s
         self._period_s = period_s or min(max(_PERIOD_S, world_size / _REPORTS_A_S), self._grace_s / 3)
-        self._current = CurrentPhase(self._grace_s)
+        self._orders = OrderBook(self._grace_s, None if period_s is None else period_s / 2)
         self.generation = 0
         self.roster = Roster(world_size)
         self.history = History()
@@ -73,7 +72,6 @@ class JobState:
         replaces = isinstance(recovery, ReplaceSettings)
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
         self._recoveries = Recoveries(self._settings.max_recoveries)
-        self._book = OrderBook(None if period_s is None else period_s / 2)
         self._not_ended: set[Process] = set()  # members that have not ended the next run
         self._most_ended = 0  # most runs that a member has ended
         self._position = 0  # boundary where all meet or stop
@@ -94,7 +92,7 @@ class JobState:
 
     @property
     def phase(self) -> JobPhase:
-        return self._current.name
+        return self._orders.phase
 
     @property
     def has_met(self) -> bool:
@@ -143,7 +141,7 @@ class JobState:
         begins = report.begun > before.begun
         if begins and report.run != "fit" and self._leaves_at is not None:  # nobody leaves there
             self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
-        self._current.note(process, self.generation)
+        self._orders.note(process, self.generation)
         is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
         if is_stopped and process.has_heard and self.phase in _GOING:  # it was called a moment ago, perhaps
             self._recover(process.failure("it has stopped"), now)
@@ -223,7 +221,7 @@ class JobState:
     def _remove(self, process: Process) -> None:
         self.roster.remove(process)
         self._not_ended.discard(process)
-        self._current.awaited.discard(process)
+        self._orders.awaited.discard(process)
 
     def _release(self, process: Process, now: float) -> None:
         process.state = ProcessState.RELEASED
@@ -251,7 +249,7 @@ class JobState:
         else:  # its end is awaited as the answers of the others
             process.state, process.heard_at = ProcessState.CONDEMNED, now
             self._not_ended.discard(process)
-            self._current.awaited.add(process)
+            self._orders.awaited.add(process)
         remaining = self.roster.remaining
         self._give_up_if_short(remaining, remaining)
         return True
@@ -274,13 +272,13 @@ class JobState:
     # ------------------------------------------------------------------ what is due
 
     def deadline(self, now: float) -> float | None:
-        found = [self._current.deadline(), min(self._ending.values(), default=None), self._stops_by]
+        found = [self._orders.deadline(), min(self._ending.values(), default=None), self._stops_by]
         match self.phase:
             case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
                 found.append(self._leaves_at)
             case JobPhase.SHORT:
-                found.append(self._current.since + self._wait_s)
-            case JobPhase.RECOVERING if not self._current.awaited and self._is_settled():
+                found.append(self._orders.since + self._wait_s)
+            case JobPhase.RECOVERING if not self._orders.awaited and self._is_settled():
                 found.append(self._settles_at)
         if self.phase is not JobPhase.OVER:
             found.append(self._slots.deadline())
@@ -295,7 +293,7 @@ class JobState:
             self._actions += self._slots.due(now)
         if self.phase is not JobPhase.OVER or self.reason is None:  # then the failure is told to all
             touched, self._touched = self._touched, {}
-            self._actions += self._book.give(self._template(), touched, self.roster.living.values(), now)
+            self._actions += self._orders.give(self._template(), touched, self.roster.living.values(), now)
         actions, self._actions = self._actions, []
         return actions
 
@@ -316,7 +314,7 @@ class JobState:
         """Switch to the next phase if its condition is met; return True if it has switched."""
         self._count_ended()
         self._release_late(now)
-        before = self.phase, self.generation, self._current.since
+        before = self.phase, self.generation, self._orders.since
         match self.phase:
             case JobPhase.CONNECTING if len(self.roster.members) == self.roster.num_places:
                 self.roster.set_members(sorted(self.roster.members, key=lambda process: process.place))
@@ -333,10 +331,10 @@ class JobState:
                 self._advance_recovering(now)
             case JobPhase.FORMING:
                 self._advance_forming(now)
-        return (self.phase, self.generation, self._current.since) != before
+        return (self.phase, self.generation, self._orders.since) != before
 
     def _enter(self, phase: JobPhase, now: float) -> None:
-        self._current.begin(phase, self.roster.remaining, now)
+        self._orders.begin(phase, self.roster.remaining, now)
 
     def _resume(self, now: float) -> None:
         self._enter(JobPhase.SHORT if self._is_short(self.roster.remaining) else JobPhase.RUNNING, now)
@@ -346,7 +344,7 @@ class JobState:
             self._enter(JobPhase.HOLDING, now)
         elif not self._all_are_active:  # the run ends
             self._enter(JobPhase.RUNNING, now)
-        elif now >= self._current.since + self._wait_s:
+        elif now >= self._orders.since + self._wait_s:
             self._give_up(
                 f"{len(self.roster.remaining)} ranks remain, fewer than min_world_size, and no new ranks have"
                 f" joined within wait_s={self._wait_s:g} s"
@@ -355,7 +353,7 @@ class JobState:
     def _advance_holding(self, now: float) -> None:
         if not self._wants_boundary(now):
             self._resume(now)
-        elif not self._current.awaited:
+        elif not self._orders.awaited:
             self._position = max(process.report.position for process in self.roster.remaining)
             if self.stopping is not None:
                 self._enter(JobPhase.STOPPING, now)
@@ -366,7 +364,7 @@ class JobState:
     def _advance_meeting(self, now: float) -> None:
         remaining = self.roster.remaining
         over = [process for process in remaining if not process.is_active]
-        if not self._current.awaited:
+        if not self._orders.awaited:
             if self._is_settled():
                 self._form(now)
         elif over and any(process.phase is RankPhase.MEETING for process in remaining):
@@ -380,18 +378,18 @@ class JobState:
                 process.state = ProcessState.RELEASED
                 self.left.append(process.place)
                 self.roster.put_out(process)
-                self._current.awaited.discard(process)
+                self._orders.awaited.discard(process)
             elif process.phase is RankPhase.FAILED and process.report.why:
                 self._give_up(process.report.why)
                 return
         if not self.roster.remaining:
             self.cause = None  # all that are not lost have ended well
             self._enter(JobPhase.OVER, now)
-        elif not self._current.awaited and now >= self._settles_at and self._is_settled():
+        elif not self._orders.awaited and now >= self._settles_at and self._is_settled():
             self._form(now)
 
     def _awaited_and_touched(self) -> list[Process]:
-        return [process for process in self._touched if process in self._current.awaited]
+        return [process for process in self._touched if process in self._orders.awaited]
 
     def _is_settled(self) -> bool:
         """Return True if no remaining rank has disconnected or exited, and no failure is unexplained yet."""
@@ -409,7 +407,7 @@ class JobState:
             if has_stopped or report.phase in OUT:
                 self._void(process, now)
                 return
-        if self._current.awaited:
+        if self._orders.awaited:
             return
         self._whole, self.left, self._voids, self.cause = self.generation, [], [], None
         self._parted -= self._healed
@@ -440,7 +438,7 @@ class JobState:
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        self._enter(JobPhase.OVER, self._current.since)
+        self._enter(JobPhase.OVER, self._orders.since)
 
     def _give_up_if_short(self, members: list[Process], staying: list[Process]) -> bool:
         """End the job and return True if ranks are fewer than `min_world_size` and none may wait for more."""
@@ -479,7 +477,7 @@ class JobState:
                     f" boundary within failure_grace_s={self._grace_s:g} s"
                 )
                 self._actions.append(Accuse(late[0].failure(message)))
-        for process in self._current.late(now):
+        for process in self._orders.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
                 continue

@@ -338,23 +338,29 @@ class Slots:
 # ---------------------------------------------------------------------- orders in force
 
 
-class CurrentPhase:
-    """Current phase of a job, the time when it began, and the processes for which it waits.
+class OrderBook:
+    """Orders of a job's phase: who has not followed them in time, and to whom they are sent when.
 
-    A process has to follow an order, or to report while others wait for it, within `grace_s` seconds.
+    A process has to follow an order, or to report while others wait for it, within `grace_s` seconds. Orders
+    are numbered, and repeated until a process confirms them. All processes of one state get the same object,
+    so that it is packed once.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self.name = JobPhase.CONNECTING
-        self.since = 0.0
+    def __init__(self, grace_s: float, answer_s: float | None) -> None:
+        self.phase = JobPhase.CONNECTING
+        self.since = 0.0  # time when the phase began
         self.awaited: set[Process] = set()  # have not followed the order, or are lost and have not ended
         self._grace_s, self._look_at = grace_s, 0.0
+        self._answer_s = answer_s  # least time between answers to a process; None: only if it is not informed
+        self._template: Order | None = None
+        self._orders: dict[ProcessState, Order] = {}
+        self._number = 0
 
-    def begin(self, name: JobPhase, members: Iterable[Process], now: float) -> None:
+    def begin(self, phase: JobPhase, members: Iterable[Process], now: float) -> None:
         """Set the job's phase, and wait for all of `members` unless it requires nothing of them."""
-        self.name, self.since, self._look_at = name, now, now + self._grace_s
-        is_of_run = name in (JobPhase.HOLDING, JobPhase.STOPPING)
-        asked = () if name in _UNANSWERED else members
+        self.phase, self.since, self._look_at = phase, now, now + self._grace_s
+        is_of_run = phase in (JobPhase.HOLDING, JobPhase.STOPPING)
+        asked = () if phase in _UNANSWERED else members
         self.awaited = {process for process in asked if process.is_active or not is_of_run}
 
     def note(self, process: Process, generation: int) -> None:
@@ -363,7 +369,7 @@ class CurrentPhase:
         if not process.is_member:
             return
         follows = process.has_heard
-        match self.name:
+        match self.phase:
             case JobPhase.HOLDING:
                 follows |= not process.is_active
             case JobPhase.MEETING:
@@ -384,7 +390,7 @@ class CurrentPhase:
 
     def deadline(self) -> float | None:
         """Return the time at which a process may be late in following the order; None if none can be."""
-        return self._look_at if self.awaited and self.name not in _UNLIMITED else None
+        return self._look_at if self.awaited and self.phase not in _UNLIMITED else None
 
     def late(self, now: float) -> list[Process]:
         """Return the processes that have not followed the order in time, sorted by connection number."""
@@ -397,23 +403,10 @@ class CurrentPhase:
         return sorted(late, key=lambda process: process.number)
 
     def _is_late(self, process: Process, now: float) -> bool:
-        is_strict = self.name is JobPhase.RECOVERING and process.state is not ProcessState.CONDEMNED
+        is_strict = self.phase is JobPhase.RECOVERING and process.state is not ProcessState.CONDEMNED
         is_strict |= process.state is ProcessState.JOINING
         heard_at = self.since if is_strict else max(process.heard_at, self.since)
         return heard_at + self._grace_s <= now
-
-
-class OrderBook:
-    """Issuer of orders to processes, which are numbered, and repeated until a process confirms them.
-
-    All processes of one state get the same object, so that it is packed once.
-    """
-
-    def __init__(self, answer_s: float | None) -> None:
-        self._answer_s = answer_s  # least time between answers to a process; None: only if it is not informed
-        self._template: Order | None = None
-        self._orders: dict[ProcessState, Order] = {}
-        self._number = 0
 
     def give(
         self, template: Order, touched: Iterable[Process], living: Iterable[Process], now: float
