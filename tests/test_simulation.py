@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partialmethod
+from itertools import islice
 
 import pytest
 from simulation.__main__ import failure_of, shrink
@@ -22,25 +23,19 @@ FIRST_TIER = range(2000)
 
 def failures_of(seeds: Iterable[int], most: int = 3) -> list[str]:
     """What does not hold in some histories; the first few."""
-    found = []
-    for seed in seeds:
-        failure = failure_of(plan_of(seed))
-        if failure is not None:
-            found.append(failure)
-            if len(found) == most:
-                break
-    return found
+    return list(islice(filter(None, map(failure_of, map(plan_of, seeds))), most))
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_two_thousand_histories(half) -> None:
-    assert failures_of(FIRST_TIER[half::2]) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_twenty_thousand_histories(part) -> None:
-    assert failures_of(range(2000 + 4500 * part, 2000 + 4500 * (part + 1))) == []
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        *(FIRST_TIER[half::2] for half in range(2)),
+        *(pytest.param(range(2000 + part, 20_000, 4), marks=pytest.mark.slow) for part in range(4)),
+    ],
+    ids=str,
+)
+def test_histories(seeds) -> None:
+    assert failures_of(seeds) == []
 
 
 @pytest.mark.exhaustive
