@@ -9,6 +9,7 @@ import re
 import resource
 import socket
 import struct
+import subprocess
 import threading
 import time
 import types
@@ -466,6 +467,18 @@ def test_a_server_that_closes_is_no_failure_and_one_that_vanishes_is() -> None:
         record = verdict_of(run.watches[1])
         assert record.rank == 0
         run.server._control._verdict.first = record  # it has lost everybody: not what this test is about
+
+
+def test_a_rank_hears_that_its_launcher_on_another_node_is_gone() -> None:
+    heard = threading.Event()
+    with running(2) as run, subprocess.Popen(["sleep", f"{DEADLINE_S}"]) as launcher:
+        run.connect(0)
+        who, parent = (Identity(rank=r, node_rank=1, pid=pid) for r, pid in ((1, 1001), (-1, launcher.pid)))
+        more: Any = {"on_failure": lambda record: heard.set(), "parent": parent}
+        run.watches.append(ControlClient(run.address, who, run.settings, **more))
+        run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
+        launcher.kill()
+        assert heard.wait(DEADLINE_S)
 
 
 def test_missing_ranks_are_named() -> None:
