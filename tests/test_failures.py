@@ -36,8 +36,7 @@ from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
-from lightning_ddp.supervise.message_bytes import pack
-from lightning_ddp.supervise.protocol import Failed, Hello
+from lightning_ddp.supervise.protocol import Failed, Hello, pack
 
 SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")

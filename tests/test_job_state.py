@@ -6,6 +6,7 @@ import itertools
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,19 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-from lightning_ddp.supervise.processes import Accuse, Action, End, Process, Say, Send, StartProcess
+from lightning_ddp.supervise.processes import (
+    STEPS_TO_FORGET,
+    Accuse,
+    Action,
+    End,
+    Process,
+    Say,
+    Send,
+    StartProcess,
+)
 from lightning_ddp.supervise.protocol import Hello, Message, ProtocolError
 from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
-from lightning_ddp.supervise.slots import STEPS_TO_FORGET
 
 GRACE_S = 30.0
 MANY = RecoverySettings(max_recoveries=100)
@@ -47,14 +56,10 @@ class Job:
         self.state = JobState(num_ranks, settings, **more)
         self.node_of = [place * num_nodes // num_ranks for place in range(num_ranks)]
         self.now = 0.0
-        self.step = 0
-        """Optimizer steps that all have committed."""
-        self.progress: dict[int, Progress] = {}
-        """Where a process has stopped, if that is not after this step; by its place."""
-        self.deaf: set[int] = set()
-        """Places whose processes hear nothing."""
-        self.stuck: set[int] = set()
-        """Places whose processes enter a generation, and do not get its state."""
+        self.step = 0  # optimizer steps that all have committed
+        self.progress: dict[int, Progress] = {}  # where a process has stopped, if not after this step
+        self.deaf: set[int] = set()  # places whose processes hear nothing
+        self.stuck: set[int] = set()  # places whose processes enter a generation, and do not get its state
         self.sent: list[Send] = []
         self.done: list[Action] = []
         self._ranks: dict[Process, RankState] = {}
@@ -191,16 +196,20 @@ def test_a_process_that_is_told_to_end_and_does_not_is_killed_so_that_its_place_
 # ---------------------------------------------------------------------- replicas that have parted
 
 
-def test_a_member_that_has_parted_copies_another_one_at_the_next_boundary() -> None:
+@pytest.mark.parametrize(
+    ("parted", "behind", "source"), [((0,), (0,), 1), ((0, 1, 2, 3), (1, 2, 3), 0)], ids=["one", "all"]
+)
+def test_a_member_that_has_parted_copies_another_one_at_the_next_boundary(parted, behind, source) -> None:
     job = Job(4)
     job.step = 7
-    assert job.state.heal([job.member(0)])
+    assert job.state.heal(map(job.member, parted))
     job.go()
     new = job.new_generation()
-    assert (new.members, new.behind, new.source, new.step) == ((0, 1, 2, 3), (0,), 1, 7)
+    assert (new.members, new.behind, new.source, new.step) == ((0, 1, 2, 3), behind, source, 7)
     assert new.is_met
     assert job.state.phase is JobPhase.RUNNING
-    assert "step 7: 4 -> 4 ranks after 0.00 s; healed: rank 0" in job.state.history.tell()
+    healed = ", ".join(map(str, parted))
+    assert f"step 7: 4 -> 4 ranks after 0.00 s; healed: rank {healed}\n" in job.state.history.tell()
     generation = job.state.generation
     job.go(100.0)
     assert job.state.generation == generation
@@ -215,13 +224,6 @@ def test_a_member_that_has_parted_is_no_source_after_a_loss_either() -> None:
     job.fail(2, 5)
     new = job.new_generation()
     assert (new.members, new.behind, new.source) == ((0, 1), (0,), 1)
-
-
-def test_nobody_copies_where_all_have_parted() -> None:
-    job = Job(2)
-    assert job.state.heal([job.member(0), job.member(1)])
-    job.go()
-    assert (job.new_generation().behind, job.new_generation().source) == ((1,), 0)
 
 
 def test_who_joins_comes_before_who_has_parted() -> None:
@@ -593,15 +595,6 @@ def test_a_start_is_asked_for_again_with_its_number_and_only_that_one_may_come()
     assert job.starts() == []
 
 
-def test_where_a_run_only_shrinks_no_process_is_started_and_none_may_come() -> None:
-    job = Job(2, num_nodes=2)
-    job.fail(1, 10)
-    assert (job.starts(), job.state.deadline(job.now)) == ([], None)
-    for start, is_launcher in ((1, False), (0, True)):
-        with pytest.raises(ProtocolError, match="there is no place for rank 1"):
-            job.connect(1, start, is_launcher=is_launcher)
-
-
 def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> None:
     state = JobState(2, SupervisionSettings())
     for pid in (1, 2):
@@ -612,16 +605,19 @@ def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> No
     assert not state.has_met
 
 
-def test_a_node_that_is_back_may_join_unasked_and_nobody_else() -> None:
-    job = Job(2, ReplaceSettings(), num_nodes=2)
+@pytest.mark.parametrize("recovery", [MANY, ReplaceSettings()], ids=["shrink", "replace"])
+def test_a_node_that_is_back_may_join_unasked_where_ranks_are_replaced_and_nobody_else(recovery) -> None:
+    job = Job(2, recovery, num_nodes=2)
     job.fail(1, 10)
-    assert job.starts() == [], "its launcher is gone"
-    for start, is_launcher in ((1, False), (0, False), (None, True)):
+    assert (job.starts(), job.state.deadline(job.now)) == ([], None), "its launcher is gone"
+    refused = [(1, False), (0, False), (None, True), *([(0, True)] if recovery is MANY else [])]
+    for start, is_launcher in refused:
         with pytest.raises(ProtocolError, match="there is no place for rank 1"):
             job.connect(1, start, is_launcher=is_launcher)
-    job.connect(1, 0, is_launcher=True)
-    job.go()
-    assert job.members == (0, 1)
+    if recovery is not MANY:
+        job.connect(1, 0, is_launcher=True)
+        job.go()
+        assert job.members == (0, 1)
 
 
 # ---------------------------------------------------------------------- reports and orders
@@ -629,14 +625,6 @@ def test_a_node_that_is_back_may_join_unasked_and_nobody_else() -> None:
 
 def report_of(state: RankState, *, is_due: bool = False) -> Report | None:
     return state.news(lambda: Where(count=state.position), is_due=is_due)
-
-
-def order(number: int, task: Task, **more: Any) -> Order:
-    fields: dict[str, Any] = {
-        "position": 0, "has_new": False, "wish": None, "record": None, "generation": None, "all_ended": 0,
-        "period_s": 1.0, **more,
-    }  # fmt: skip
-    return Order(number=number, task=task, **fields)
 
 
 def test_all_members_have_one_order_of_a_number_that_grows() -> None:
@@ -670,24 +658,24 @@ def test_an_older_report_changes_nothing() -> None:
 def test_an_older_order_changes_nothing() -> None:
     state = RankState(1, is_new=False)
     record = FailureRecord(rank=0, message="gone")
-    state.hear(order(5, Task.RUN))
+    state.hear(Order(5, Task.RUN))
     for number in (4, 5):
-        assert state.hear(order(number, Task.RECOVER, record=record)) is None
+        assert state.hear(Order(number, Task.RECOVER, record=record)) is None
         assert (state.task, state.is_called, state.look()) == (Task.RUN, False, Passage.GO)
-    error = state.hear(order(6, Task.RECOVER, record=record))
+    error = state.hear(Order(6, Task.RECOVER, record=record))
     assert error is not None
     assert error.rank == 0
-    assert state.hear(order(7, Task.RECOVER, record=record)) is None, "the main thread is stopped once"
+    assert state.hear(Order(7, Task.RECOVER, record=record)) is None, "the main thread is stopped once"
 
 
 def test_a_generation_is_entered_once_and_by_its_members() -> None:
     fields: dict[str, Any] = {"before": (1, 2, 3), "behind": (), "joined": (), "left": (), "phase": 0}
     new = NewGeneration(2, (1, 3), step=5, source=1, is_retried=True, is_met=False, **fields)
     state = RankState(3, is_new=False)
-    state.hear(order(1, Task.ENTER, generation=new))
+    state.hear(Order(1, Task.ENTER, generation=new))
     assert (state.enter_next(), state.rank, state.phase) == (new, 1, RankPhase.ENTERING)
     assert state.enter_next() is None
-    state.hear(order(2, Task.ENTER, generation=replace(new, number=3, members=(0, 1))))
+    state.hear(Order(2, Task.ENTER, generation=replace(new, number=3, members=(0, 1))))
     assert (state.enter_next(), state.generation, state.goes_on_without(3)) == (None, 2, True)
 
 
@@ -703,7 +691,7 @@ def test_a_report_is_news_only_where_a_fact_has_changed() -> None:
     due = report_of(state, is_due=True)
     assert due is not None
     assert (due.number, due.where.count) == (2, 1)
-    state.hear(order(7, Task.HOLD))
+    state.hear(Order(7, Task.HOLD))
     held = report_of(state)
     assert held is not None
     assert (held.number, held.heard, held.position) == (3, 7, 1)
@@ -752,24 +740,16 @@ def test_a_report_is_answered_again_where_its_rank_may_miss_the_server_or_an_ord
 # ---------------------------------------------------------------------- who hears first
 
 
-class _Sent:
-    """The connections of a server, which only note to whom it sends."""
-
-    def __init__(self) -> None:
-        self.ranks: list[int] = []
-
-    def send(self, peer: Peer, message: Message) -> None:
-        assert peer.identity is not None
-        self.ranks += [peer.identity.rank] if isinstance(message, Order) else []
-
-    def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
-        """Nothing is to be watched."""
-
-
 def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_once() -> None:
-    sent: Any = _Sent()
+    sent: list[int] = []
+
+    def send(peer: Peer, message: Message) -> None:
+        if isinstance(message, Order) and peer.identity is not None:
+            sent.append(peer.identity.rank)
+
+    connections: Any = SimpleNamespace(send=send, admit=lambda peer, heartbeat_timeout_s: None)
     control = JobControl(
-        sent,
+        connections,
         token="t",
         world_size=3,
         settings=SupervisionSettings(),
@@ -782,4 +762,4 @@ def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_onc
         peer: Any = Peer(Socket())  # type: ignore[arg-type]
         control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), False), 0.0)
         control.decide(0.0)
-    assert sent.ranks[-3:] == [1, 2, 0]
+    assert sent[-3:] == [1, 2, 0]

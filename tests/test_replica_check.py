@@ -20,8 +20,8 @@ from torch import nn
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
 from lightning_ddp.ddp.replica_hash import State, StateHasher, state_of_optimizers, words_of
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.supervise.failure_detection import Difference, ReplicaComparison
 from lightning_ddp.supervise.protocol import StateHashes, StateRequest, StateValues
-from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
 
 SCRIPT = Path(__file__).parent / "harness" / "replica_script.py"
 

@@ -27,13 +27,12 @@ from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
-from lightning_ddp.supervise.desync import ANSWER_WAIT_S, DesyncDetector
-from lightning_ddp.supervise.disagreement import explain, join_ranks, split_ranks
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S, DesyncDetector, explain, join_ranks, split_ranks
 from lightning_ddp.supervise.failure_record import Identity, Where
 from lightning_ddp.supervise.guard import stack_of
-from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
 from lightning_ddp.supervise.processes import Process, Roster
 from lightning_ddp.supervise.protocol import (
+    LIMIT_BYTES,
     CollectiveApproved,
     CollectiveFingerprint,
     DiagnoseRequest,
@@ -42,6 +41,8 @@ from lightning_ddp.supervise.protocol import (
     RankStatus,
     StatusReply,
     StatusRequest,
+    Unpacker,
+    pack,
 )
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
@@ -171,15 +172,6 @@ def test_a_rank_that_skips_a_collective_or_calls_another_one_is_told_apart() -> 
         "as collective 2 of world rank 0 called reduce of bucket 4: all_reduce of [1] int32 at step 120 in"
         " training_step; rank 1 called barrier 'val_end': all_reduce of [1] int32 at step 120 in validation"
     ) in str(error)
-
-
-def test_a_rank_that_has_finished_fit_is_named() -> None:
-    def prepare(member: Member) -> None:
-        member.phase = None
-        member.inspector.leave()
-
-    error, _ = play_without(1, 2, lambda member: member.barrier("epoch_end"), prepare)
-    assert "; rank 1 has finished fit at step 120" in str(error)
 
 
 def test_a_rank_that_waits_for_one_that_has_come_to_the_end_is_told(monkeypatch) -> None:
@@ -315,7 +307,7 @@ def test_a_rank_that_finishes_its_run_leaves_nobody_waiting_for_it() -> None:
     assert error.missing == (1,)
     assert (
         "rank 0 is about to start barrier 'epoch_end' at step 120 in training_step; rank 1 has finished fit"
-        in str(error)
+        " at step 120" in str(error)
     )
 
 
@@ -473,30 +465,13 @@ def test_a_fit_in_which_the_ranks_agree_is_not_disturbed(tmp_path) -> None:
     assert weights == [weights[0]] * 4
 
 
-@pytest.mark.parametrize(
-    ("fault", "strategy", "sentence"),
-    [
-        (
-            "shape",
-            {"debug": "detail"},
-            "rank 0 called all_reduce SUM of [2] float32 at step 2 in training_step; rank 1 called",
-        ),
-        (
-            "hang",
-            {"timeout": 6.0},
-            "rank 1 waits for no collective at step 2 in training_step (user_script.py:",
-        ),
-    ],
-    ids=["shape", "hang"],
-)
-def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(
-    tmp_path, fault, strategy, sentence
-) -> None:
-    strategy = {"ddp_comm_hook": POWERSGD, **strategy}
-    result = run_script(SCRIPT, order(tmp_path, strategy=strategy, fault=fault, rank=1), timeout_s=TIMEOUT_S)
+def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(tmp_path) -> None:
+    strategy = {"ddp_comm_hook": POWERSGD, "debug": "detail"}
+    arguments = order(tmp_path, strategy=strategy, fault="shape", rank=1)
+    result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S)
     assert result.returncode == 1, result.stderr
     _, _, report = result.stderr.rpartition("lightning_ddp: ")
-    assert sentence in report
+    assert "rank 0 called all_reduce SUM of [2] float32 at step 2 in training_step; rank 1 called" in report
     kinds = {read_notes(tmp_path)[f"on_exception-{rank}"]["kind"] for rank in range(2)}
     assert kinds <= {"CollectiveMismatchError", "CollectiveTimeoutError", "CommHookError", "PeerFailure"}
 

@@ -23,8 +23,7 @@ from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
 from lightning_ddp.comm.group import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
 from lightning_ddp.supervise.client import ControlClient
-from lightning_ddp.supervise.desync import ANSWER_WAIT_S
-from lightning_ddp.supervise.disagreement import join_ranks, name_ranks
+from lightning_ddp.supervise.desync import ANSWER_WAIT_S, join_ranks, name_ranks
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.protocol import (
     CollectiveApproved,

@@ -32,13 +32,13 @@ from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
+from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, shortened
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish, WishKind
 from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start
 from lightning_ddp.supervise.rank_state import Passage
-from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
 

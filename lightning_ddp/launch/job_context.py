@@ -48,9 +48,9 @@ from lightning_ddp.launch.rendezvous import (
 )
 from lightning_ddp.launch.stop_signals import ended_by_signals, tell_long_wait
 from lightning_ddp.supervise.client import ServerAddress
+from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
 from lightning_ddp.supervise.job_control import LocalProcesses
-from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
 

@@ -12,9 +12,9 @@ import time
 from contextlib import suppress
 from typing import Any, TextIO
 
+from lightning_ddp.supervise.failure_detection import REPORTS_A_TIMEOUT
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
 from lightning_ddp.supervise.settings import SupervisionSettings
-from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT
 
 _LATER_S = 1.0
 """Seconds after the others at which a launching process kills those that it has started."""

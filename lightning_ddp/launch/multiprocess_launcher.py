@@ -45,11 +45,11 @@ from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import job_context
 from lightning_ddp.launch.launcher import node_rank_of
 from lightning_ddp.launch.step_stop import PREEMPTED
+from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
-from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
 

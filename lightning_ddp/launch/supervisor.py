@@ -30,11 +30,11 @@ from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
 from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
+from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.protocol import Exited, Failed
-from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
 

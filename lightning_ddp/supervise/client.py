@@ -17,16 +17,13 @@ from typing import TypeVar
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import PeerFailure, RendezvousError
 from lightning_ddp.supervise.connections import explain_loss, keep_alive
+from lightning_ddp.supervise.failure_detection import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import with_stack
-from lightning_ddp.supervise.message_bytes import Unpacker, pack
 from lightning_ddp.supervise.orders import Order, Wish
-from lightning_ddp.supervise.protocol import Message
+from lightning_ddp.supervise.protocol import Message, Unpacker, pack
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
-from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT, silent
-
-__all__ = ["ControlClient", "ServerAddress", "ask"]
 
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
@@ -49,14 +46,10 @@ class ControlClient:
 
     Args:
         on_failure: called once, with the first failure of the job.
-        on_order: called while `lock` is held, after each order: with the error that stops the main thread, or
-            None.
+        on_order: called while `lock` is held, with the error of an order that stops the main thread, or None.
         where: returns what this rank does.
         parent: process that started this one, if it is of this job: its end is noticed.
         on_message: called with each message that is not for the client itself.
-
-    Raises:
-        RendezvousError: the server cannot be reached.
     """
 
     def __init__(
@@ -77,7 +70,8 @@ class ControlClient:
         self.lock = threading.RLock()
         self.failure: FailureRecord | None = None
         self.has_lost_server = False  # True if the failure is the end of the server, which reports others
-        self._server, self._settings, self._parent = server, settings, parent
+        self.server = server.identity
+        self._settings, self._parent = settings, parent
         self._first_identity = identity
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
         self._on_order = on_order
@@ -93,7 +87,7 @@ class ControlClient:
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
-        self._connection = self._connect(protocol.Hello(server.token, identity, is_launcher))
+        self._connection = self._connect(server, protocol.Hello(server.token, identity, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._parent_fd = _open_pid(parent)
@@ -105,8 +99,8 @@ class ControlClient:
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-watch")
         self._thread.start()
 
-    def _connect(self, hello: Message) -> socket.socket:
-        host, port = self._server.host, self._server.port
+    def _connect(self, server: ServerAddress, hello: Message) -> socket.socket:
+        host, port = server.host, server.port
         try:
             connection = socket.create_connection((host, port), timeout=self._settings.heartbeat_timeout_s)
         except OSError as error:
@@ -128,12 +122,7 @@ class ControlClient:
         return replace(self._first_identity, rank=self.state.rank)
 
     @property
-    def server(self) -> Identity:
-        return self._server.identity
-
-    @property
     def has_met(self) -> bool:
-        """True if all ranks of the job have connected to the control server."""
         return self.state.has_met
 
     @property
@@ -172,7 +161,6 @@ class ControlClient:
             return self._sent.wait_for(lambda: self._num_sent >= wakes, timeout=timeout_s)
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
-        """Send a failure of this process to the server, and wait until it is written to the socket."""
         self.post(protocol.SecondaryFailure(record) if is_echo else protocol.Failed(record))
         self.flush()
 
@@ -211,15 +199,13 @@ class ControlClient:
     ) -> None:
         """End a run (a fit, a test ...) by `end`; wait until all ranks have ended theirs, or one has failed.
 
-        After `timeout_s` seconds this rank leaves alone, and its end is no failure anymore. Once all have
-        ended the run, the client's thread calls `when_all_left`, before it can learn of a later failure.
+        After `timeout_s` seconds this rank leaves alone. Once all have ended the run, the client's thread
+        calls `when_all_left`, before it can learn of a later failure.
         """
-        deadline = time.monotonic() + timeout_s
-        looks_at = time.monotonic() + _LOOK_AGAIN_S
+        deadline, looks_at = time.monotonic() + timeout_s, time.monotonic() + _LOOK_AGAIN_S
         try:
             self._when_all_left = when_all_left
-            attached = self.attachment()
-            if attached is not None:
+            if (attached := self.attachment()) is not None:
                 self.post(attached)
             end()
             while self.failure is None and not self.state.has_ended_everywhere() and not self._is_deaf:
@@ -263,8 +249,7 @@ class ControlClient:
         with self.lock:
             period_s = self.state.order.period_s
             report = self.state.news(self._where, is_due=is_due)
-        attached = self.attachment() if is_due else None
-        for message in (report, attached):
+        for message in (report, self.attachment() if is_due else None):
             if message is not None:
                 self._write(pack(message))
         if is_due and now - self._next_report > period_s:  # this process was stopped itself
@@ -273,19 +258,18 @@ class ControlClient:
         stall_s = self._settings.stall_timeout_s
         silent_at = math.inf if stall_s is None else self._heard_at + stall_s * (1 + 1 / REPORTS_A_TIMEOUT)
         if stall_s is not None and now >= silent_at:
-            failure = with_stack(silent(self._server.identity, stall_s))
+            failure = with_stack(silent(self.server, stall_s))
             self.post(protocol.Failed(failure))  # which the server reads when it is continued
             self._learn(failure)
             return None
         return max(0.0, min(self._next_report, silent_at) - now)
 
     def _stop_listening(self) -> None:
-        """Stop reading from the server and watching the parent process; queued messages are still sent."""
-        if not self._is_deaf:
-            self._is_deaf = True
-            self._selector.unregister(self._connection)
-            if self._parent_fd is not None:
-                self._selector.unregister(self._parent_fd)
+        """Stop hearing the server and the parent process; queued messages are still sent."""
+        self._is_deaf = True
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is not self._wake_receiver:
+                self._selector.unregister(key.fileobj)
 
     def _send_posted(self) -> None:
         self._wake_receiver.recv(4096)
@@ -312,7 +296,7 @@ class ControlClient:
                 self._handle(message)
         except Exception as error:  # noqa: BLE001 (without this thread the rank would hear of nothing)
             text = f"control channel: {type(error).__name__}: {error}"
-            self._learn(FailureRecord.of_identity(self._server.identity, text))
+            self._learn(FailureRecord.of_identity(self.server, text))
 
     def _handle(self, message: Message) -> None:
         self._heard_at = time.monotonic()
@@ -335,20 +319,19 @@ class ControlClient:
                 self._on_message(message)
 
     def _lost_server(self, error: OSError | None) -> None:
-        server = self._server.identity
-        text = explain_loss(error, server, self._settings.heartbeat_timeout_s)
-        is_elsewhere = self.identity.node_rank != server.node_rank
+        text = explain_loss(error, self.server, self._settings.heartbeat_timeout_s)
+        is_elsewhere = self.identity.node_rank != self.server.node_rank
         if is_elsewhere and isinstance(self._settings.recovery, ReplaceSettings):
             text += (
                 "\n  The other ranks may continue. This node can join again: start the same program here"
                 f" with the same NODE_RANK={self.identity.node_rank}"
             )
         self.has_lost_server = self.failure is None
-        self._learn(FailureRecord.of_identity(server, text))
+        self._learn(FailureRecord.of_identity(self.server, text))
 
     def _lost_parent(self) -> None:
         assert self._parent is not None
-        if self._parent == self._server.identity:
+        if self._parent == self.server:
             self._lost_server(None)
         else:  # it lives on another node than the server, which may know better why
             self._selector.unregister(self._parent_fd or 0)

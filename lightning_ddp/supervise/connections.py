@@ -14,10 +14,7 @@ from itertools import islice, takewhile
 
 from lightning_ddp.errors import RendezvousError
 from lightning_ddp.supervise.failure_record import GONE, Identity
-from lightning_ddp.supervise.message_bytes import LIMIT_BYTES, Unpacker, pack
-from lightning_ddp.supervise.protocol import Message
-
-__all__ = ["Connections", "Peer", "explain_loss", "keep_alive"]
+from lightning_ddp.supervise.protocol import LIMIT_BYTES, Message, Unpacker, pack
 
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 """Errors of a socket whose other host is unreachable, while a process that exits causes others."""
@@ -45,7 +42,6 @@ class Peer:
 
     @property
     def is_closed(self) -> bool:
-        """True if the server has closed its end of the connection."""
         return self.connection.fileno() < 0
 
 
@@ -56,12 +52,7 @@ _Received = tuple[Peer, bytes, OSError | None]
 class Connections:
     """All sockets of the control server: listener and connections. For one thread, except `wake`.
 
-    Args:
-        address: name or address of this host whose interface is bound; '' for all, of IPv6 too.
-        num_ranks: for which the limit of open files is raised.
-
-    Raises:
-        RendezvousError: the address is not one of this host.
+    The interface of `address` is bound; of '' all, of IPv6 too.
     """
 
     def __init__(self, address: str, num_ranks: int) -> None:
@@ -83,10 +74,7 @@ class Connections:
             self._wake_sender.send(b"x")
 
     def wait(self, until: float | None, num_awaited: int) -> Iterator[_Received]:
-        """Wait for connections and data until `until` at most; yield what each connection received.
-
-        `num_awaited` is the number of ranks that have not connected.
-        """
+        """Wait until `until` at most, and for `num_awaited` ranks; yield what each connection received."""
         deadlines = [stranger.since + _HELLO_WAIT_S for stranger in islice(self.strangers, 1)]
         deadlines += [until] if until is not None else []
         timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -121,10 +109,7 @@ class Connections:
             self._hang_up_on_strangers(most_strangers)
 
     def _hang_up_on_strangers(self, num_left: int) -> None:
-        """Close the oldest connections that have not sent a hello, so that `num_left` of them remain.
-
-        A process of the job sends its hello at once.
-        """
+        """Close the oldest connections without a hello, which a process of the job sends at once."""
         for stranger in list(islice(self.strangers, max(0, len(self.strangers) - num_left))):
             self.hang_up(stranger)
 
@@ -149,10 +134,7 @@ class Connections:
         self.peers[peer] = None
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message without blocking; shut the connection down if it has more than 4 MiB of unsent data.
-
-        The same object to many is packed once.
-        """
+        """Send a message without blocking, packed once for many; shut down what leaves 4 MiB unread."""
         if self._packed is None or self._packed[0] is not message:
             self._packed = message, pack(message)
         peer.unsent += self._packed[1]
@@ -234,7 +216,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket, timeout_s: float) -> None:
-    """Turn on TCP keepalive, so that a host that is unreachable for about `timeout_s` seconds is noticed.
+    """Turn on TCP keepalive, which notices a host that is unreachable for about `timeout_s` seconds.
 
     The kernels' probes are the heartbeats: a process that holds the GIL, or is stopped, is not lost.
     """

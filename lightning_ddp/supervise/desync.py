@@ -7,23 +7,25 @@ some do not come, a roll call shows whether they still may, or all wait for each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import lightning_ddp.supervise.protocol as protocol
-from lightning_ddp.supervise.disagreement import explain, members_of, split_ranks
-from lightning_ddp.supervise.failure_record import FailureRecord
-from lightning_ddp.supervise.orders import NO_REPORT, Report
+from lightning_ddp.supervise.failure_record import FailureRecord, Where
+from lightning_ddp.supervise.orders import Report
 from lightning_ddp.supervise.processes import Process
 from lightning_ddp.supervise.protocol import Findings, Message, Outgoing, ProtocolError, RankStatus
-
-__all__ = ["ANSWER_WAIT_S", "DesyncDetector"]
 
 ANSWER_WAIT_S = 1.0  # seconds that a roll call waits for answers
 _FIRST_LOOK_S = 1.0  # age of an announced collective at which ranks that do not come are looked for
 _PAUSE_S = 5.0  # least time between two roll calls that look for ranks that do not come
 _FRESH_S = 3.0
+_CERTAIN_AFTER_S = 1.0
+_MOST_MISSING, _MOST_ROWS = 1000, 16
+_SENTENCE_CHARACTERS, _TABLE_CHARACTERS, _RANKS_CHARACTERS = 1_500, 2_000, 200
+_PLURAL = {"waits": "wait", "is": "are", "has": "have", "does": "do", "ends": "end"}
 
+Statuses = Mapping[int, RankStatus]  # status of each rank
 _Question = tuple[str | None, int]  # a collective: the name of its process group, and its number there
 
 
@@ -82,7 +84,6 @@ class DesyncDetector:
         raise ProtocolError(f"a message {message.kind}")
 
     def deadline(self) -> float | None:
-        """Return the time at which `due` is to be called at the latest; None if nothing is pending."""
         if self._roll is not None:
             return self._roll.deadline
         if not self._announced:
@@ -102,9 +103,7 @@ class DesyncDetector:
         return rank in self._members and self._members[rank].is_connected
 
     def _report(self, rank: int) -> Report:
-        return self._members[rank].report if rank in self._members else NO_REPORT
-
-    # ------------------------------------------------------------------ roll call
+        return self._members[rank].report if rank in self._members else Report()
 
     def _ask(self, rank: int, question: _Question, now: float) -> Outgoing:
         when, statuses = self._last
@@ -136,7 +135,6 @@ class DesyncDetector:
         return [self._explain(statuses, *asked) for asked in sorted(roll.askers, key=str)]
 
     def _mute(self, rank: int) -> RankStatus:
-        """Return a status for a rank that did not answer a query: finished, silent or gone."""
         report = self._report(rank)
         if 0 < report.begun == report.ended:
             return RankStatus(rank=rank, state="finished", label=report.run)
@@ -151,10 +149,7 @@ class DesyncDetector:
         return rank, protocol.Diagnosis(*question, findings)
 
     def stranded(self, all_ended: int) -> FailureRecord | None:
-        """Return the failure of a rank that waits for ranks which have ended their run, or None.
-
-        Each query of all ranks is looked at once.
-        """
+        """Return the failure of a rank that the last roll call found to wait for ranks that have ended."""
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
@@ -163,8 +158,6 @@ class DesyncDetector:
                 if not is_start and any(statuses[r].on(group).number < number for r in never):
                     return self._members[rank].failure(explain(statuses, rank, group, number).sentence)
         return None
-
-    # ------------------------------------------------------------------ before each collective
 
     def _announce(self, rank: int, message: protocol.CollectiveFingerprint, now: float) -> Outgoing:
         group, number, text = message.group, message.number, message.text
@@ -219,3 +212,145 @@ class DesyncDetector:
             announced = self._announced.get(group)
             return announced is None or announced.number != number or rank not in announced.texts
         return all(statuses[r].on(group).number >= number for r in members_of(statuses, group))
+
+
+# ---------------------------------------------------------------------- in sentences
+
+
+def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:
+    """Describe where the ranks disagree about a collective, and which have not called it, for rank `asker`.
+
+    The collective has a `number` in its `group`; None is for the group in which most ranks wait.
+    """
+    if all(status.on(group).number < 0 for status in statuses.values()):
+        waits = [(a.group, a.number) for a in statuses.values() if a.group is not None and a.number]
+        group, number = max(waits, key=waits.count, default=(None, 0))
+    missing = _missing(statuses, asker, group, number)
+    sentence = _first_difference(statuses, group)
+    if sentence is None:
+        concerned = members_of(statuses, group) if group is not None else set(statuses)
+        present = [rank for rank in sorted(concerned) if rank not in missing]
+        sentence = "; ".join(filter(None, (_sum_up(statuses, present), _sum_up(statuses, missing))))
+        if not missing:
+            sentence += (
+                ". All ranks have called the same collective. The link is slow or broken, or a collective"
+                " from outside this package is in between"
+            )
+    return Findings(
+        sentence=sentence[:_SENTENCE_CHARACTERS],
+        table=_table(statuses),
+        missing=tuple(missing[:_MOST_MISSING]),
+        is_contradiction=_contradicts(statuses, group, number),
+    )
+
+
+def members_of(statuses: Statuses, group: str | None) -> set[int]:
+    """Return the global ranks of a process group, as far as the ranks' statuses tell them."""
+    for status in statuses.values():
+        ranks = split_ranks(status.on(group).ranks)
+        if ranks is not None:
+            return ranks & statuses.keys()
+    return {rank for rank, status in statuses.items() if status.on(group).number >= 0}
+
+
+def _contradicts(statuses: Statuses, group: str | None, number: int) -> bool:
+    """Return True if ranks have waited for 1 s in different collectives with one sequence number."""
+    called = set()
+    for status in statuses.values():
+        calls = status.on(group).calls
+        is_there = status.state == "waits" and (status.group, status.number) == (group, number)
+        if is_there and status.for_s >= _CERTAIN_AFTER_S and number in calls:
+            called.add(calls[number].rpartition(": ")[2])  # a label alone makes no difference
+    return len(called) > 1
+
+
+def _missing(statuses: Statuses, asker: int, group: str | None, number: int) -> list[int]:
+    """Return the ranks that have not called a collective yet, or have called another one in its place."""
+    expected = statuses[asker].on(group).calls.get(number) if asker in statuses else None
+    missing = []
+    for rank in sorted(members_of(statuses, group)):
+        known = statuses[rank].on(group)
+        is_other = expected is not None and known.calls.get(number, expected) != expected
+        if known.number < number or is_other:
+            missing.append(rank)
+    return missing
+
+
+def _first_difference(statuses: Statuses, group: str | None) -> str | None:
+    """Return a sentence on the first collective of a group that ranks called differently, or None."""
+    calls = {rank: status.on(group).calls for rank, status in sorted(statuses.items())}
+    for number in sorted({n for known in calls.values() for n in known}):
+        callers = _by_value({rank: known[number] for rank, known in calls.items() if number in known})
+        if len(callers) > 1:
+            called = [
+                f"{name_ranks(rs)} called {what}{_position(statuses, rs)}" for what, rs in callers.items()
+            ]
+            return f"as collective {number} of {group} " + "; ".join(called)
+    return None
+
+
+def _position(statuses: Statuses, ranks: Sequence[int]) -> str:
+    positions = {Where(step=statuses[r].step, phase=statuses[r].phase) for r in ranks}
+    return positions.pop().in_words() if len(positions) == 1 else ""
+
+
+def _sum_up(statuses: Statuses, ranks: Sequence[int]) -> str:
+    parts = []
+    for text, same in list(_by_value({r: statuses[r].describe() for r in ranks}).items())[:_MOST_ROWS]:
+        verb, _, rest = text.partition(" ")
+        parts.append(f"{name_ranks(same)} {_PLURAL.get(verb, verb) if len(same) > 1 else verb} {rest}")
+    return "; ".join(parts)
+
+
+def _table(statuses: Statuses) -> str:
+    rows = ["rank  state  for"]
+    for rank, status in sorted(statuses.items())[:_MOST_ROWS]:
+        of_group = (
+            f" (collective {status.number} of {status.group})" if status.number and status.group else ""
+        )
+        rows.append(f"{rank}  {status.describe()}{of_group}  {status.for_s:.1f} s")
+    if len(statuses) > _MOST_ROWS:
+        rows.append(f"and {len(statuses) - _MOST_ROWS} more ranks")
+    return "\n".join(f"  {row}" for row in rows)[:_TABLE_CHARACTERS]
+
+
+# ---------------------------------------------------------------------- ranks in words
+
+
+def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return a phrase that names ranks, such as `rank 3` or `ranks 0-2, 5`."""
+    return f"rank{'s' * (len(ranks) > 1)} {join_ranks(ranks)}"
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """Return a text that lists ranks, with consecutive ones as ranges: `0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
+def split_ranks(text: str) -> set[int] | None:
+    """Return the ranks in a text such as `0-2, 5`; None if it was cut off, or is something else."""
+    ranks: set[int] = set()
+    if len(text) >= _RANKS_CHARACTERS:
+        return None
+    for part in text.split(", "):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not first.isdecimal() or not last.isdecimal() or len(first + last) > 12:
+            return None
+        if int(last) - int(first) > 100_000:
+            return None
+        ranks.update(range(int(first), int(last) + 1))
+    return ranks

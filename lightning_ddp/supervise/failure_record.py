@@ -18,18 +18,6 @@ from typing import Any
 
 from lightning_ddp.errors import PeerFailure, cause_of, with_ending
 
-__all__ = [
-    "GONE",
-    "FailureRecord",
-    "History",
-    "Identity",
-    "Where",
-    "describe_exit",
-    "render",
-    "text_of",
-    "write_error_file",
-]
-
 GONE = "the process died without a report (killed by a signal, or ended by os._exit)"
 """Message of a process whose connection closed."""
 
@@ -49,11 +37,7 @@ _ASCII_CONTROL_CHARACTERS = bytes(code for code in range(128) if _CONTROL_CHARAC
 
 
 def describe_exit(code: int) -> str:
-    """Return a phrase on how a process ended: its exit code, or the signal that killed it.
-
-    >>> describe_exit(3), describe_exit(-9)
-    ('exited with code 3', 'was killed by SIGKILL')
-    """
+    """Return a phrase on how a process ended: its exit code, or the signal that killed it."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -116,7 +100,6 @@ class FailureRecord:
 
     @classmethod
     def of_exception(cls, error: BaseException, identity: Identity, where: Where) -> FailureRecord:
-        """Return the failure record of an exception that was raised in the process `identity`."""
         kind = type(error)
         return cls.of_identity(
             identity,
@@ -130,7 +113,6 @@ class FailureRecord:
 
     @classmethod
     def of_identity(cls, identity: Identity, message: str, **more: Any) -> FailureRecord:
-        """Return the failure record of a process with a message, without an exception."""
         return cls(**vars(identity), message=message, **more)
 
     def to_error(self, healthy_rank: int | None = None, *, is_rank: bool = True) -> PeerFailure:
@@ -253,10 +235,7 @@ def _package_of(file: str) -> str:
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
-    """Write a failure as JSON to `path`, where torchelastic's agent looks for the error of a process.
-
-    The first failure `record` happened in this process if `is_cause`.
-    """
+    """Write a failure, of this process if `is_cause`, as JSON to where torchelastic's agent looks for it."""
     text = cause_of(record) if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text
     more = {
@@ -281,21 +260,16 @@ class History:
         self._since: float | None = None  # time of the first loss since all continued
 
     def lost(self, slot: int, record: FailureRecord, now: float) -> None:
-        """Record that the process that holds a rank has failed or leaves, for the next entry of this log."""
         self._left.setdefault(slot, record)
         self._since = now if self._since is None else self._since
 
     def formed(
         self, step: int, before: Sequence[int], after: Sequence[int], now: float, healed: Sequence[int] = ()
     ) -> None:
-        """Add an entry: the ranks changed from `before` to `after`, and continue from a step.
-
-        `before` and `after` have the slot of each rank.
-
-        The ranks `healed` take over the state of another one.
-        """
+        """Add an entry: the slots of the ranks changed from `before` to `after`; some ranks were `healed`."""
         self._since = now if self._since is None else self._since
-        left = [self._left.pop(slot) for slot in before if slot not in after and slot in self._left]
+        left = [self._left[slot] for slot in before if slot not in after and slot in self._left]
+        self._left.clear()
         joined = [str(rank) for rank, slot in enumerate(after) if slot not in before]
         who = f"; left: {', '.join(map(_who, left))}" if left else ""
         who += f"; joined: rank {', '.join(joined)}" if joined else ""
@@ -311,17 +285,7 @@ class History:
             self._since = None
 
     def tell(self) -> str:
-        """Return all changes of ranks as a text to print, and clear them; empty if nothing has happened.
-
-        >>> history = History()
-        >>> gone = FailureRecord(rank=1, host="gpu-07", pid=6091, message="was killed by SIGKILL")
-        >>> history.lost(1, gone, 10.0)
-        >>> history.formed(3, [0, 1], [0], 10.1)
-        >>> history.went_on(10.25)
-        >>> print(history.tell(), end="")
-        lightning_ddp: this run continued 1 time with other ranks, 0.25 s lost:
-          step 3: 2 -> 1 ranks after 0.25 s; left: rank 1 (host gpu-07, pid 6091) was killed by SIGKILL
-        """
+        """Return all changes of ranks as a text to print, and clear them; empty if nothing has happened."""
         generations, self._generations = self._generations, []
         if not generations:
             return ""

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from lightning_ddp.supervise.failure_record import FailureRecord
 
-__all__ = ["PATIENCE_S", "Guard", "forbid_stack", "permit_stack", "stack_of", "tell_guard", "with_stack"]
-
 PATIENCE_S = 20.0  # seconds that a process may outlive the launching one without having learned of its end
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST = 100_000
@@ -40,10 +38,7 @@ _STACK = "lightning_ddp_stack"
 
 
 class Guard:
-    """Subprocess beside a launcher that kills processes which do not end after a failure (Linux 5.3+).
-
-    The launcher is a rank as well, and may be killed, if `ends_launcher`.
-    """
+    """Subprocess beside a launcher that kills processes which do not end after a failure (Linux 5.3+)."""
 
     def __init__(self, *, ends_launcher: bool) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,7 +53,7 @@ class Guard:
             )
 
     def end(self) -> None:
-        """Kill the guard's process; called when no process is left to guard and the launcher reports."""
+        """Kill the guard's process, as no process is left to guard and the launcher reports."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["InterruptGuard"]
-
 _ABORT_EVERY_S = 0.3
 _LONGEST_STEP_S = 1.0  # most seconds for which the end of the job is deferred, as for an optimizer step
 _FINALIZERS = {"__del__", "_callback", "remove"}  # Python swallows what they raise; the latter are of weakref
@@ -47,9 +45,8 @@ class _Alarm:
 class InterruptGuard:
     """Mechanism that raises another rank's failure in the main thread, which may defer or disable that.
 
-    Made in the main thread. A thread of its own, the alarm, tries again until the exception has arrived.
-
-    A ring that finds the main thread in a finalizer, or handling this very error, does nothing.
+    A thread of its own, the alarm, tries again until the exception has arrived: it does nothing while the
+    main thread is in a finalizer, or handles this very error.
     """
 
     def __init__(self) -> None:
@@ -62,8 +59,6 @@ class InterruptGuard:
         self._main: int | None = None
         self._sending = threading.Lock()
         self._signal: signal.Signals | int | None = None
-
-    # ------------------------------------------------------------------ the guard
 
     @property
     def is_silent(self) -> bool:
@@ -89,10 +84,7 @@ class InterruptGuard:
             self._guard = _Guard.OUTSIDE
 
     def defer(self, is_deferred: bool) -> None:
-        """Defer failures of other ranks from being raised in the main thread, or allow them again.
-
-        Does nothing while they are disabled.
-        """
+        """Defer failures of other ranks, or allow them again, unless they are disabled."""
         with self._changing:
             if self._guard is not _Guard.OUTSIDE:
                 self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
@@ -107,17 +99,12 @@ class InterruptGuard:
             signal.signal(number, signal.SIG_IGN)  # one that is on its way is dropped, and ends nothing
             signal.signal(number, signal.SIG_DFL)
 
-    # ------------------------------------------------------------------ the alarm
-
     def sound(self, error: BaseException, abort: Callable[[], None], *, is_final: bool) -> None:
         """Start a thread that raises `error` in the main thread again and again; it replaces a previous one.
 
-        Thread-safe.
-
-        Args:
-            abort: called in the alarm's thread to free a main thread that is blocked in C++.
-            is_final: True if the job ends: the alarm is over once interruptions are disabled, and is not
-                deferred for long. Otherwise it is over when the main thread calls `take`.
+        It calls `abort` to free a main thread that is blocked in C++. If `is_final`, as the job ends, it is
+        over once interruptions are disabled, and not deferred for long; else when the main thread calls
+        `take`. Thread-safe.
         """
         alarm = _Alarm(error, abort, is_final)
         if not (is_final and self.is_silent):
@@ -155,8 +142,6 @@ class InterruptGuard:
 
     def _may_interrupt(self) -> bool:
         return self._guard in (_Guard.OPEN, _Guard.FORCED)
-
-    # ------------------------------------------------------------------ the signal
 
     def _claim_signal(self) -> signal.Signals | int | None:
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGRTMIN"):

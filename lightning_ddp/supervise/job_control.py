@@ -14,6 +14,12 @@ import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
 from lightning_ddp.supervise.connections import Connections, Peer, explain_loss
 from lightning_ddp.supervise.desync import DesyncDetector
+from lightning_ddp.supervise.failure_detection import (
+    Difference,
+    ReplicaComparison,
+    RootCauseTracker,
+    StallWatch,
+)
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
@@ -28,12 +34,7 @@ from lightning_ddp.supervise.processes import (
     StartProcess,
 )
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
-from lightning_ddp.supervise.replica_comparison import Difference, ReplicaComparison
-from lightning_ddp.supervise.root_cause import RootCauseTracker
 from lightning_ddp.supervise.settings import SupervisionSettings
-from lightning_ddp.supervise.stall_watch import StallWatch
-
-__all__ = ["JobControl", "LocalProcesses"]
 
 
 class LocalProcesses:
@@ -52,11 +53,7 @@ class LocalProcesses:
 class JobControl:
     """Decision logic of the control server for a job: which failure was first, and which ranks continue.
 
-    Args:
-        token: secret of the job.
-        say: prints a text for people.
-        with_stack: adds the stack of a process, where possible, to its record.
-        pid: server's process: the others do not continue without a rank in it.
+    The others do not continue without a rank in the server's process `pid`.
     """
 
     def __init__(
@@ -74,6 +71,8 @@ class JobControl:
         self._connections, self._settings, self._processes = connections, settings, processes
         self._say, self._with_stack = say, with_stack
         self._token, self._pid = token, pid
+        # True if the others may continue without a rank whose code has raised
+        self._takes_exceptions = settings.recovery is not None and settings.recovery.exceptions
         self._stall = StallWatch(settings.stall_timeout_s, world_size)
         self.job = JobState(world_size, settings, self._stall.interval_s)
         self._verdict = RootCauseTracker()
@@ -94,7 +93,6 @@ class JobControl:
         return first if first is None else replace(first, checkpoint=self._checkpoint)
 
     def deadline(self, now: float) -> float | None:
-        """Return the time at which `decide` is to be called at the latest; None if nothing is pending."""
         deadlines = [self._verdict.deadline(), self._inspection.deadline()]
         if self._verdict.first is None:
             deadlines.append(self._stall.next_look())
@@ -159,42 +157,31 @@ class JobControl:
         if first is not None and who.rank >= 0 and (self._is_told or who.start is None):
             self._connections.send(peer, protocol.Failure(first))
 
-    def report(self, message: Message, now: float) -> None:
+    def report(self, message: protocol.Failed, now: float) -> None:
         """Pass a reported failure, exit or disconnection on to the search for the root cause."""
+        record = message.record
+        process = self.job.roster.of(record)
+        ranked = record if process is None else replace(record, rank=process.rank)
+        is_of_run = process is None or process.state is ProcessState.MEMBER
         match message:
-            case protocol.SecondaryFailure(record):
-                if self._newcomer(record) is None:
+            case protocol.SecondaryFailure():
+                if is_of_run:
                     self._verdict.echo(record, now)
                     self._end_with_echoes()
-            case protocol.PeerDisconnected(record):
-                self._vanished(record, now)
-            case protocol.Exited(record):
+            case protocol.PeerDisconnected():
+                if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
+                    # a launching process that is no rank: nobody is left who starts ranks there
+                    self._lose_node(record.node_rank, "its launching process died", now, has_ended=False)
+                elif process is None or process.is_member:
+                    self._verdict.vanished(ranked, now)
+            case protocol.Exited():
                 if self.job.exited(record, now):
-                    self._verdict.exited(self._ranked(record), now)
-            case protocol.Failed(record):
-                process = self._newcomer(record)
-                if process is None:
+                    self._verdict.exited(ranked, now)
+            case _:
+                if process is None or is_of_run:
                     self._verdict.accuse(record)
-                else:  # that concerns it alone
+                else:  # it is not in training (yet, or any more): that concerns it alone
                     self._send(process, protocol.Failure(record))
-
-    def _vanished(self, record: FailureRecord, now: float) -> None:
-        """Treat a launcher that its children report dead as failed, or its node as lost in an elastic job."""
-        process = self.job.roster.of(record)
-        if process is None and self.job.goes_on and record.node_rank != 0 and self.job.has_met:
-            # a launching process that is no rank: nobody is left who starts ranks there
-            self._lose_node(record.node_rank, "its launching process died", now, has_ended=False)
-        elif process is None or process.is_member:
-            self._verdict.vanished(self._ranked(record), now)
-
-    def _newcomer(self, record: FailureRecord) -> Process | None:
-        """Return the process of a failure record if it is not in training (yet, or any more), else None."""
-        process = self.job.roster.of(record)
-        return None if process is None or process.state is ProcessState.MEMBER else process
-
-    def _ranked(self, record: FailureRecord) -> FailureRecord:
-        process = self.job.roster.of(record)
-        return record if process is None else replace(record, rank=process.rank)
 
     def lost(self, peer: Peer, error: OSError | None, now: float) -> None:
         process = self._process_of.get(peer)
@@ -241,11 +228,10 @@ class JobControl:
 
     def _end_with_echoes(self) -> None:
         """End the job if the others wait in a recovery for a rank that failed in a call that communicates."""
-        if self._settings.recovery is not None and not self._settings.recovery.exceptions:
-            for echo in self._verdict.echoes:
-                process = self.job.roster.of(echo)
-                if process is not None:
-                    self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
+        for _, echo in self._verdict.echoes if not self._takes_exceptions else ():
+            process = self.job.roster.of(echo)
+            if process is not None:
+                self.job.gave_up(process, f"rank {echo.rank} cannot continue: {echo.message}")
 
     def _send(self, process: Process, message: Message) -> None:
         if process in self._peers:
@@ -287,7 +273,6 @@ class JobControl:
         return first
 
     def _differ(self, found: Difference) -> None:
-        """Print, heal or end the job, as `replica_check` says, because ranks hold different replicas."""
         settings, parted = self._settings.replicas, [self._members[rank] for rank in found.ranks]
         action = settings.name if settings is not None else "warn"
         heals = action == "heal" and found.has_majority and found.can_be_copied
@@ -301,8 +286,7 @@ class JobControl:
     def _failed(self, process: Process, now: float) -> None:
         """Remove a rank that reported to fail without details, or take that as the job's failure."""
         record = process.failure(process.report.why or "it has failed")
-        recovery = self._settings.recovery
-        concerns_itself_alone = recovery is not None and recovery.exceptions and record.pid != self._pid
+        concerns_itself_alone = self._takes_exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):
             self._verdict.accuse(record)
 
@@ -330,7 +314,6 @@ class JobControl:
             self._verdict.first = replace(cause, message=message)
 
     def _is_to_own_process(self, action: Action) -> bool:
-        """Return True if an action sends to the rank in the server's own process; such actions come last."""
         who = action.process.identity if isinstance(action, Send) else None
         return who is not None and (who.node_rank, who.pid) == (0, self._pid)
 
@@ -365,8 +348,8 @@ class JobControl:
 
     def _is_of_one_rank(self, record: FailureRecord) -> bool:
         """Return True if a failure is of a kind that concerns one rank only, so that others may continue."""
-        recovery, kind = self._settings.recovery, record.exception_type
-        if record.exception_class is None or recovery is None or not recovery.exceptions:
+        kind = record.exception_type
+        if record.exception_class is None or not self._takes_exceptions:
             has_ended = record.exit_code is not None or record.message == GONE
             return kind == "SystemExit" or (kind is None and has_ended)
         is_of_user = not record.exception_class.startswith("lightning_ddp.")

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity
-from lightning_ddp.supervise.order_book import CurrentPhase, OrderBook
 from lightning_ddp.supervise.orders import (
     JobPhase,
     NewGeneration,
@@ -22,13 +21,21 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-from lightning_ddp.supervise.processes import OUT, Accuse, Action, End, Process, ProcessState, Roster, Say
+from lightning_ddp.supervise.processes import (
+    OUT,
+    Accuse,
+    Action,
+    End,
+    OrderBook,
+    Process,
+    ProcessState,
+    Roster,
+    Say,
+    Slots,
+)
 from lightning_ddp.supervise.protocol import ProtocolError
 from lightning_ddp.supervise.recoveries import Recoveries, new_generation
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
-from lightning_ddp.supervise.slots import Slots
-
-__all__ = ["JobState"]
 
 SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others become part of the same change
 _PERIOD_S = 1.0
@@ -43,20 +50,17 @@ _GOING = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase
 
 
 class JobState:
-    """State machine of a job on the control server: its processes, generations of ranks, and orders.
-
-    Args:
-        period_s: period of reports, and twice that of answers, where stalls are looked for; else None.
-    """
+    """State machine of a job on the control server: its processes, generations of ranks, and orders."""
 
     def __init__(self, world_size: int, settings: SupervisionSettings, period_s: float | None = None) -> None:
+        # `period_s`: of reports, and twice that of answers, where stalls are looked for; else None
         recovery = settings.recovery
         self.goes_on = recovery is not None  # True if the job continues without ranks that it loses
         self._settings = recovery or RecoverySettings()
         self._wait_s = recovery.wait_s if isinstance(recovery, ReplaceSettings) else 0.0
         self._grace_s = settings.failure_grace_s
         self._period_s = period_s or min(max(_PERIOD_S, world_size / _REPORTS_A_S), self._grace_s / 3)
-        self._current = CurrentPhase(self._grace_s)
+        self._orders = OrderBook(self._grace_s, None if period_s is None else period_s / 2)
         self.generation = 0
         self.roster = Roster(world_size)
         self.history = History()
@@ -68,7 +72,6 @@ class JobState:
         replaces = isinstance(recovery, ReplaceSettings)
         self._slots = Slots(self.roster, self._settings.max_recoveries if replaces else None)
         self._recoveries = Recoveries(self._settings.max_recoveries)
-        self._book = OrderBook(None if period_s is None else period_s / 2)
         self._not_ended: set[Process] = set()  # members that have not ended the next run
         self._most_ended = 0  # most runs that a member has ended
         self._position = 0  # boundary where all meet or stop
@@ -89,11 +92,10 @@ class JobState:
 
     @property
     def phase(self) -> JobPhase:
-        return self._current.name
+        return self._orders.phase
 
     @property
     def has_met(self) -> bool:
-        """True once all ranks have connected to the control server."""
         return self.phase is not JobPhase.CONNECTING
 
     # ------------------------------------------------------------------ events
@@ -139,7 +141,7 @@ class JobState:
         begins = report.begun > before.begun
         if begins and report.run != "fit" and self._leaves_at is not None:  # nobody leaves there
             self.stop(Wish(WishKind.STOP, signal.SIGTERM), now)
-        self._current.note(process, self.generation)
+        self._orders.note(process, self.generation)
         is_stopped = process.is_member and report.phase in (RankPhase.STOPPED, RankPhase.MEETING)
         if is_stopped and process.has_heard and self.phase in _GOING:  # it was called a moment ago, perhaps
             self._recover(process.failure("it has stopped"), now)
@@ -187,12 +189,9 @@ class JobState:
             self._slots.reopen(process.node, now)  # what it was asked for is another one's, if any
 
     def exited(self, record: FailureRecord, now: float) -> bool:
-        """Record a child's exit, perhaps reported twice; return True if it may be a failure of the job.
-
-        A process that has not connected may have the process id of one from before its node came back, so
-        place and number of the start tell which it is.
-        """
+        """Record a child's exit, perhaps reported twice; return True if it may be a failure of the job."""
         process, key = self.roster.of(record), (record.rank, record.start)
+        # one that has not connected may have the process id of another from before its node came back
         if process is None or (process.place, process.identity.start) != key:
             if key not in self.roster.ended_early and self._slots[record.rank].awaits(record.start):
                 self._slots[record.rank].ended(now)
@@ -222,7 +221,7 @@ class JobState:
     def _remove(self, process: Process) -> None:
         self.roster.remove(process)
         self._not_ended.discard(process)
-        self._current.awaited.discard(process)
+        self._orders.awaited.discard(process)
 
     def _release(self, process: Process, now: float) -> None:
         process.state = ProcessState.RELEASED
@@ -231,15 +230,12 @@ class JobState:
         self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Remove a lost rank and start a recovery; return True if the others may continue without it.
-
-        The process certainly does nothing any more if `has_ended`.
-        """
+        """Remove a lost rank and start a recovery; return True if the others may continue without it."""
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
         self.history.lost(process.place, record, now)
         # one of another node cannot be killed from here; it is told nothing more, and its node does that
-        has_ended |= process.has_exited or process.node != 0
+        has_ended |= process.has_exited or process.node != 0  # it certainly does nothing any more
         if process.state is ProcessState.JOINING:  # it has not got as far as the others
             self.roster.put_out(process)
             if has_ended:
@@ -253,7 +249,7 @@ class JobState:
         else:  # its end is awaited as the answers of the others
             process.state, process.heard_at = ProcessState.CONDEMNED, now
             self._not_ended.discard(process)
-            self._current.awaited.add(process)
+            self._orders.awaited.add(process)
         remaining = self.roster.remaining
         self._give_up_if_short(remaining, remaining)
         return True
@@ -269,21 +265,20 @@ class JobState:
         return [process for process in due if process.is_member]
 
     def gave_up(self, process: Process, why: str) -> None:
-        """End the job if its ranks wait in a recovery for a process that fails; `why` is the reason."""
+        """End the job if its ranks wait in a recovery for this process, which fails."""
         if self.phase in (JobPhase.RECOVERING, JobPhase.FORMING) and process.is_member:
             self._give_up(why)
 
     # ------------------------------------------------------------------ what is due
 
     def deadline(self, now: float) -> float | None:
-        """Return the time at which `tick` is to be called at the latest; None if nothing is pending."""
-        found = [self._current.deadline(), min(self._ending.values(), default=None), self._stops_by]
+        found = [self._orders.deadline(), min(self._ending.values(), default=None), self._stops_by]
         match self.phase:
             case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
                 found.append(self._leaves_at)
             case JobPhase.SHORT:
-                found.append(self._current.since + self._wait_s)
-            case JobPhase.RECOVERING if not self._current.awaited and self._is_settled():
+                found.append(self._orders.since + self._wait_s)
+            case JobPhase.RECOVERING if not self._orders.awaited and self._is_settled():
                 found.append(self._settles_at)
         if self.phase is not JobPhase.OVER:
             found.append(self._slots.deadline())
@@ -298,15 +293,13 @@ class JobState:
             self._actions += self._slots.due(now)
         if self.phase is not JobPhase.OVER or self.reason is None:  # then the failure is told to all
             touched, self._touched = self._touched, {}
-            self._actions += self._book.give(self._template(), touched, self.roster.living.values(), now)
+            self._actions += self._orders.give(self._template(), touched, self.roster.living.values(), now)
         actions, self._actions = self._actions, []
         return actions
 
     def _template(self) -> Order:
-        """Return the order that the present phase gives the ranks of the current generation, unnumbered."""
         task = self.phase.task
         return Order(
-            number=0,
             task=task,
             position=self._position if task in (Task.MEET, Task.STOP) else 0,
             has_new=self._has_new and task is Task.MEET,
@@ -318,10 +311,10 @@ class JobState:
         )
 
     def _advance(self, now: float) -> bool:
-        """Switch to the next phase of the job if its condition is met; return True if it has switched."""
+        """Switch to the next phase if its condition is met; return True if it has switched."""
         self._count_ended()
         self._release_late(now)
-        before = self.phase, self.generation, self._current.since
+        before = self.phase, self.generation, self._orders.since
         match self.phase:
             case JobPhase.CONNECTING if len(self.roster.members) == self.roster.num_places:
                 self.roster.set_members(sorted(self.roster.members, key=lambda process: process.place))
@@ -338,13 +331,12 @@ class JobState:
                 self._advance_recovering(now)
             case JobPhase.FORMING:
                 self._advance_forming(now)
-        return (self.phase, self.generation, self._current.since) != before
+        return (self.phase, self.generation, self._orders.since) != before
 
     def _enter(self, phase: JobPhase, now: float) -> None:
-        self._current.begin(phase, self.roster.remaining, now)
+        self._orders.begin(phase, self.roster.remaining, now)
 
     def _resume(self, now: float) -> None:
-        """Enter the phase in which ranks train, or wait for others if fewer than `min_world_size`."""
         self._enter(JobPhase.SHORT if self._is_short(self.roster.remaining) else JobPhase.RUNNING, now)
 
     def _advance_short(self, now: float) -> None:
@@ -352,7 +344,7 @@ class JobState:
             self._enter(JobPhase.HOLDING, now)
         elif not self._all_are_active:  # the run ends
             self._enter(JobPhase.RUNNING, now)
-        elif now >= self._current.since + self._wait_s:
+        elif now >= self._orders.since + self._wait_s:
             self._give_up(
                 f"{len(self.roster.remaining)} ranks remain, fewer than min_world_size, and no new ranks have"
                 f" joined within wait_s={self._wait_s:g} s"
@@ -361,7 +353,7 @@ class JobState:
     def _advance_holding(self, now: float) -> None:
         if not self._wants_boundary(now):
             self._resume(now)
-        elif not self._current.awaited:
+        elif not self._orders.awaited:
             self._position = max(process.report.position for process in self.roster.remaining)
             if self.stopping is not None:
                 self._enter(JobPhase.STOPPING, now)
@@ -372,7 +364,7 @@ class JobState:
     def _advance_meeting(self, now: float) -> None:
         remaining = self.roster.remaining
         over = [process for process in remaining if not process.is_active]
-        if not self._current.awaited:
+        if not self._orders.awaited:
             if self._is_settled():
                 self._form(now)
         elif over and any(process.phase is RankPhase.MEETING for process in remaining):
@@ -386,18 +378,18 @@ class JobState:
                 process.state = ProcessState.RELEASED
                 self.left.append(process.place)
                 self.roster.put_out(process)
-                self._current.awaited.discard(process)
+                self._orders.awaited.discard(process)
             elif process.phase is RankPhase.FAILED and process.report.why:
                 self._give_up(process.report.why)
                 return
         if not self.roster.remaining:
             self.cause = None  # all that are not lost have ended well
             self._enter(JobPhase.OVER, now)
-        elif not self._current.awaited and now >= self._settles_at and self._is_settled():
+        elif not self._orders.awaited and now >= self._settles_at and self._is_settled():
             self._form(now)
 
     def _awaited_and_touched(self) -> list[Process]:
-        return [process for process in self._touched if process in self._current.awaited]
+        return [process for process in self._touched if process in self._orders.awaited]
 
     def _is_settled(self) -> bool:
         """Return True if no remaining rank has disconnected or exited, and no failure is unexplained yet."""
@@ -415,7 +407,7 @@ class JobState:
             if has_stopped or report.phase in OUT:
                 self._void(process, now)
                 return
-        if self._current.awaited:
+        if self._orders.awaited:
             return
         self._whole, self.left, self._voids, self.cause = self.generation, [], [], None
         self._parted -= self._healed
@@ -446,7 +438,7 @@ class JobState:
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        self._enter(JobPhase.OVER, self._current.since)
+        self._enter(JobPhase.OVER, self._orders.since)
 
     def _give_up_if_short(self, members: list[Process], staying: list[Process]) -> bool:
         """End the job and return True if ranks are fewer than `min_world_size` and none may wait for more."""
@@ -485,7 +477,7 @@ class JobState:
                     f" boundary within failure_grace_s={self._grace_s:g} s"
                 )
                 self._actions.append(Accuse(late[0].failure(message)))
-        for process in self._current.late(now):
+        for process in self._orders.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)
                 continue

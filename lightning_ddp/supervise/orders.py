@@ -12,20 +12,6 @@ from enum import Enum, StrEnum
 from lightning_ddp.supervise.failure_record import FailureRecord, Where
 from lightning_ddp.supervise.protocol import Message, Text
 
-__all__ = [
-    "NO_ORDER",
-    "NO_REPORT",
-    "JobPhase",
-    "NewGeneration",
-    "Order",
-    "Progress",
-    "RankPhase",
-    "Report",
-    "Task",
-    "Wish",
-    "WishKind",
-]
-
 
 class RankPhase(StrEnum):
     """Phase of a process, as it reports itself: starting, running, stopped, failed, ended ..."""
@@ -70,21 +56,24 @@ class Progress:
 
 
 class Report(Message):
-    """Message with all facts of a process for the server: sent when one changes, and periodically."""
+    """Message with all facts of a process for the server: sent when one changes, and periodically.
 
-    number: int
-    heard: int
-    phase: RankPhase
-    generation: int
-    state_of: int
-    position: int
-    begun: int
-    ended: int
-    run: Text
-    progress: Progress | None
-    wish: Wish | None
-    why: Text | None
-    where: Where
+    The defaults are what is known of a process that has sent none.
+    """
+
+    number: int = 0
+    heard: int = 0
+    phase: RankPhase = RankPhase.STARTING
+    generation: int = 0
+    state_of: int = -1
+    position: int = 0
+    begun: int = 0
+    ended: int = 0
+    run: Text = ""
+    progress: Progress | None = None
+    wish: Wish | None = None
+    why: Text | None = None
+    where: Where = Where()
 
 
 class Task(StrEnum):
@@ -134,18 +123,17 @@ class NewGeneration:
 
 
 class Order(Message):
-    """Message of the server that tells a process what to do until the next one: run, stop, recover ..."""
+    """Message of the server that tells a process what to do until the next one: run, stop, recover ...
 
-    number: int
-    task: Task
-    position: int
-    has_new: bool
-    wish: Wish | None
-    record: FailureRecord | None
-    generation: NewGeneration | None
-    all_ended: int
-    period_s: float
+    The defaults are what a process does before the first one.
+    """
 
-
-NO_REPORT = Report(0, 0, RankPhase.STARTING, 0, -1, 0, 0, 0, "", None, None, None, Where())
-NO_ORDER = Order(0, Task.WAIT, 0, False, None, None, None, all_ended=-1, period_s=1.0)
+    number: int = 0
+    task: Task = Task.WAIT
+    position: int = 0
+    has_new: bool = False
+    wish: Wish | None = None
+    record: FailureRecord | None = None
+    generation: NewGeneration | None = None
+    all_ended: int = -1
+    period_s: float = 1.0

@@ -1,16 +1,24 @@
-"""The processes of a job, as the control server knows them, and actions that `JobState` requests (pure)."""
+"""The processes of a job, as the control server knows them: slots, orders and actions (pure)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
-from lightning_ddp.supervise.orders import NO_REPORT, Order, RankPhase, Report, WishKind
+from lightning_ddp.supervise.orders import JobPhase, Order, RankPhase, Report, Task, WishKind
 
-__all__ = ["OUT", "Accuse", "End", "Process", "ProcessState", "Roster", "Say", "Send", "StartProcess"]
-
+STEPS_TO_FORGET = 100  # committed steps after which earlier failures count no more
+_FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 60.0
+_ASK_AGAIN_S = 15.0
+_REPEAT_S = 0.5  # least time between an order and its repetition to a process that has not heard it
+_UNANSWERED = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.OVER})  # they ask nothing of the members
+_UNLIMITED = frozenset({JobPhase.CONNECTING, JobPhase.STOPPING})
+_STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING})
 OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})  # phases in which a process answers nobody
 _INACTIVE = OUT | {RankPhase.IDLE, RankPhase.FAILED}
 
@@ -31,13 +39,13 @@ class Process:
     """A connected process as the server knows it: identity, rank, state, last report and last order."""
 
     number: int  # of the connection
-    identity: Identity  # of its hello, with its place as rank
+    identity: Identity  # of its hello; its rank is the place, that in the first generation
     state: ProcessState
     rank: int  # in the last generation that it was a member of
     is_launcher: bool
     heard_at: float  # time of the last report, or of the connection
     moved_at: float = 0.0  # time of the first report with the present count of progress
-    report: Report = NO_REPORT  # the last one
+    report: Report = field(default_factory=Report)  # the last one
     order: Order | None = None  # the last one that was sent
     ordered_at: float = 0.0
     is_connected: bool = True
@@ -49,7 +57,6 @@ class Process:
 
     @property
     def place(self) -> int:
-        """Rank that this process, or the lost one that it replaces, had in the first generation."""
         return self.identity.rank
 
     @property
@@ -58,11 +65,10 @@ class Process:
 
     @property
     def who(self) -> Identity:
-        """Identity of this process (node, host, pid) with its rank in the current generation."""
+        """Identity with the rank in the current generation."""
         return self.identity if self.rank == self.place else replace(self.identity, rank=self.rank)
 
     def failure(self, message: str, **more: Any) -> FailureRecord:
-        """Return a failure record of this process, with a message and more fields."""
         return FailureRecord.of_identity(self.who, message, **more)
 
     @property
@@ -81,7 +87,6 @@ class Process:
 
     @property
     def has_state(self) -> bool:
-        """True if this process has ever had the training state."""
         return self.report.state_of >= 0
 
     @property
@@ -124,11 +129,11 @@ class Roster:
         return self._known.get((record.node_rank, record.pid))
 
     def at(self, place: int) -> list[Process]:
-        """Return the living processes of an initial rank: two if its node is back before its loss is seen."""
+        """Return the living processes of a place: two if its node is back before its loss is seen."""
         return [process for process in self.living.values() if process.place == place]
 
     def launcher_of(self, place: int) -> Process | None:
-        """Return the launcher process on the node of an initial rank, or None; None on the server's node."""
+        """Return the launcher on the node of a place, or None; always None on the server's node."""
         node = self.nodes.get(place, 0)
         for process in self.living.values() if node else ():
             is_it = process.is_launcher and process.node == node and process.is_connected
@@ -179,40 +184,261 @@ class Roster:
 
 @dataclass(frozen=True)
 class Send:
-    """Action of the server: send an order to a process."""
-
     process: Process
     order: Order
 
 
 @dataclass(frozen=True)
-class End:
-    """Action of the server: close the connection to a process, and kill it if it is on the server's node."""
-
+class End:  # close its connection, and kill it if it is on the server's node
     process: Process
 
 
 @dataclass(frozen=True)
-class StartProcess:
-    """Action of the server: have a launcher (None: this node's) start a new process for an initial rank."""
-
+class StartProcess:  # have a launcher (None: this node's) start a process for an initial rank
     launcher: Process | None
     place: int
     number: int
 
 
 @dataclass(frozen=True)
-class Say:
-    """Action of the server: print a text to standard error."""
-
+class Say:  # print to standard error
     text: str
 
 
 @dataclass(frozen=True)
-class Accuse:
-    """Action of the server: end the job with the failure `record`."""
-
+class Accuse:  # end the job with this failure
     record: FailureRecord
 
 
 Action = Send | End | StartProcess | Say | Accuse
+
+
+# ---------------------------------------------------------------------- slots
+
+
+@dataclass
+class Slot:
+    opens_at: float | None = None  # time of the next start
+    is_awaited: bool = False  # True if the last process that was started is no member yet
+    joined_at: int | None = None  # step at which its present process has joined; None for a first one
+    asked_at: float = 0.0
+    num_failed: int = 0
+    num_started: int = 0  # number of processes that were to be started here, the first one not counted
+
+    def awaits(self, start: int | None) -> bool:
+        return self.is_awaited and start == self.num_started
+
+    def is_open(self, now: float) -> bool:
+        return self.opens_at is not None and self.opens_at <= now
+
+    def lost(self, step: int, now: float) -> None:
+        """Plan the replacement of a process that was lost at committed step `step`."""
+        is_soon = self.joined_at is not None and step - self.joined_at < STEPS_TO_FORGET
+        self.ended(now, is_failure=is_soon)
+
+    def ended(self, now: float, *, is_failure: bool = True) -> None:
+        """Plan the next start, as the process has ended: at once, or later with each failure."""
+        self.num_failed = self.num_failed + 1 if is_failure else 0
+        self.is_awaited, self.joined_at = False, None
+        delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
+        self.opens_at = now + (delay_s if self.num_failed else 0.0)
+
+    def close(self) -> None:
+        self.is_awaited, self.opens_at = False, None
+
+    def joined(self, step: int) -> None:
+        """Record that the new process trains from committed step `step` on."""
+        self.close()
+        self.joined_at = step
+
+    def stands_again(self) -> None:
+        """Record that the new process did not get the training state, and waits to join again."""
+        self.is_awaited, self.joined_at = True, None
+
+
+class Slots:
+    """The slots of a job, one for each initial rank: when a new process is to be started in each."""
+
+    def __init__(self, roster: Roster, most: int | None) -> None:
+        self._roster = roster
+        self._most = most  # starts in a slot without `STEPS_TO_FORGET` steps in between; None for none at all
+        self._slots: defaultdict[int, Slot] = defaultdict(Slot)
+
+    def __getitem__(self, place: int) -> Slot:
+        return self._slots[place]
+
+    def reopen(self, node: int, now: float) -> None:
+        """Plan new processes for all vacant ranks of a node whose launcher has connected or gone.
+
+        The slot of a lost member is empty once the next generation is formed: `Slot.lost`.
+        """
+        of_members = {process.place for process in self._roster.members}
+        for place, its in self._roster.nodes.items():
+            if its == node and place not in of_members and not self._roster.at(place):
+                slot = self[place]
+                slot.is_awaited = False
+                if slot.opens_at is None:
+                    slot.num_failed, slot.opens_at = 0, now
+
+    def may_come(self, who: Identity, *, is_launcher: bool) -> bool:
+        """Return True if a connecting process was requested, or is the launcher of a node that is back."""
+        if self._most is None or self._roster.nodes.get(who.rank) != who.node_rank:
+            return False
+        if any(process.state is ProcessState.STANDING for process in self._roster.at(who.rank)):
+            return False
+        return self[who.rank].awaits(who.start) or (is_launcher and who.node_rank != 0)
+
+    def ready(self, now: float) -> list[Process]:
+        """Return the new processes that may join now: ready, connected, and alone in their rank's slot."""
+        return [
+            process
+            for process in self._roster.standing
+            if process.phase is RankPhase.STANDING
+            and process.is_connected
+            and not process.has_exited
+            and self._roster.at(process.place) == [process]
+            and (self[process.place].opens_at or 0.0) <= now
+        ]
+
+    def due(self, now: float) -> list[StartProcess]:
+        """Return requests to start new processes now, or again if an earlier request may have been lost."""
+        if self._most is None:
+            return []
+        for process in self._roster.standing:  # whom nobody was asked to start
+            if self[process.place].is_open(now):
+                self[process.place].opens_at = None
+        found = []
+        for place, slot in sorted(self._slots.items()):
+            is_again = slot.is_awaited and slot.asked_at + _ASK_AGAIN_S <= now
+            if (is_again or slot.is_open(now)) and self._may_start(place):
+                slot.opens_at = None
+                if is_again or slot.num_failed <= self._most:
+                    slot.num_started += not is_again
+                    slot.is_awaited, slot.asked_at = True, now
+                    found.append(StartProcess(self._roster.launcher_of(place), place, slot.num_started))
+        return found
+
+    def deadline(self) -> float | None:
+        """Return the time at which `due` or `ready` next finds a process; None for never."""
+        found, stood_at = [], {process.place for process in self._roster.standing}
+        for place, slot in self._slots.items() if self._most is not None else ():
+            may_start = self._may_start(place)
+            if slot.is_awaited and may_start:
+                found.append(slot.asked_at + _ASK_AGAIN_S)
+            if slot.opens_at is not None and (may_start or place in stood_at):
+                found.append(slot.opens_at)
+        return min(found, default=None)
+
+    def _may_start(self, place: int) -> bool:
+        """Return True if a place has no living process, and its node has a launcher to start one."""
+        is_here = self._roster.nodes.get(place, 0) == 0
+        return not self._roster.at(place) and (is_here or self._roster.launcher_of(place) is not None)
+
+
+# ---------------------------------------------------------------------- orders in force
+
+
+class OrderBook:
+    """Orders of a job's phase: who has not followed them in time, and to whom they are sent when.
+
+    A process has to follow an order, or to report while others wait for it, within `grace_s` seconds. Orders
+    are numbered, and repeated until a process confirms them. All processes of one state get the same object,
+    so that it is packed once.
+    """
+
+    def __init__(self, grace_s: float, answer_s: float | None) -> None:
+        self.phase = JobPhase.CONNECTING
+        self.since = 0.0  # time when the phase began
+        self.awaited: set[Process] = set()  # have not followed the order, or are lost and have not ended
+        self._grace_s, self._look_at = grace_s, 0.0
+        self._answer_s = answer_s  # least time between answers to a process; None: only if it is not informed
+        self._template: Order | None = None
+        self._orders: dict[ProcessState, Order] = {}
+        self._number = 0
+
+    def begin(self, phase: JobPhase, members: Iterable[Process], now: float) -> None:
+        """Set the job's phase, and wait for all of `members` unless it requires nothing of them."""
+        self.phase, self.since, self._look_at = phase, now, now + self._grace_s
+        is_of_run = phase in (JobPhase.HOLDING, JobPhase.STOPPING)
+        asked = () if phase in _UNANSWERED else members
+        self.awaited = {process for process in asked if process.is_active or not is_of_run}
+
+    def note(self, process: Process, generation: int) -> None:
+        """Update whether the job still waits for a rank to follow the order; `generation` is the job's."""
+        report = process.report
+        if not process.is_member:
+            return
+        follows = process.has_heard
+        match self.phase:
+            case JobPhase.HOLDING:
+                follows |= not process.is_active
+            case JobPhase.MEETING:
+                follows &= report.phase is RankPhase.MEETING and report.progress is not None
+            case JobPhase.RECOVERING:
+                has_stopped = report.phase in _STOPPED and report.progress is not None
+                follows &= has_stopped or report.phase is RankPhase.STANDING
+            case JobPhase.FORMING:
+                follows = report.generation == report.state_of == generation
+            case JobPhase.STOPPING:
+                follows = not process.is_active
+            case _:
+                return
+        if follows:
+            self.awaited.discard(process)
+        else:
+            self.awaited.add(process)
+
+    def deadline(self) -> float | None:
+        """Return the time at which a process may be late in following the order; None if none can be."""
+        return self._look_at if self.awaited and self.phase not in _UNLIMITED else None
+
+    def late(self, now: float) -> list[Process]:
+        """Return the processes that have not followed the order in time, sorted by connection number."""
+        at = self.deadline()
+        if at is None or now < at:
+            return []
+        late = {process for process in self.awaited if self._is_late(process, now)}
+        heard_at = (max(process.heard_at, self.since) for process in self.awaited - late)
+        self._look_at = max(self._look_at, min(heard_at, default=now) + self._grace_s)
+        return sorted(late, key=lambda process: process.number)
+
+    def _is_late(self, process: Process, now: float) -> bool:
+        is_strict = self.phase is JobPhase.RECOVERING and process.state is not ProcessState.CONDEMNED
+        is_strict |= process.state is ProcessState.JOINING
+        heard_at = self.since if is_strict else max(process.heard_at, self.since)
+        return heard_at + self._grace_s <= now
+
+    def give(
+        self, template: Order, touched: Iterable[Process], living: Iterable[Process], now: float
+    ) -> list[Send]:
+        """Return the orders to send now; `template` is that of the training ranks, without a number.
+
+        Processes that have reported, or changed, since the last call are `touched`, all are `living`.
+        """
+        if template != self._template:
+            self._template, self._orders, touched = template, {}, living
+        found = []
+        for process in touched:
+            is_lost = process.state in (ProcessState.CONDEMNED, ProcessState.GONE)
+            if is_lost or not process.is_connected:
+                continue
+            order = self._order_of(process, template)
+            knows = process.report.heard >= order.number
+            is_old = now - process.ordered_at >= (self._answer_s or _REPEAT_S)
+            if process.order is not order or (is_old and (not knows or self._answer_s is not None)):
+                process.order, process.ordered_at = order, now
+                found.append(Send(process, order))
+        return found
+
+    def _order_of(self, process: Process, template: Order) -> Order:
+        """Return the order to send to a process, never older than the last one that it was sent."""
+        state = ProcessState.MEMBER if process.is_member else process.state
+        last, order = process.order, self._orders.get(state)
+        if order is None or (last is not None and last.number > order.number):
+            self._number += 1
+            order = template
+            if state is not ProcessState.MEMBER:
+                task = Task.WAIT if state is ProcessState.STANDING else Task.LEAVE
+                order = Order(task=task, all_ended=template.all_ended, period_s=template.period_s)
+            order = self._orders[state] = replace(order, number=self._number)
+        return order

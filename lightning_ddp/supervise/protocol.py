@@ -1,19 +1,30 @@
-"""Protocol of the control channel: a dataclass per kind of message.
+"""Protocol of the control channel: a dataclass per kind of message, and their bytes.
 
-`message_bytes.py` converts them to bytes, and checks what comes against the types of their fields.
+A message is a JSON object behind its length. Bytes from a socket are not trusted: reading them ends in
+messages or in a `ProtocolError`, within the memory limit. Texts and lists over the limit of their field are
+cut.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import re
-from dataclasses import dataclass, field
+import struct
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 
-__all__ = ["VERSION", "Message", "Outgoing", "ProtocolError"]
-
 VERSION = 2  # version of the protocol: greater with each change of a message
+LIMIT_BYTES = 256 * 1024  # longest message, without its length
+_LENGTH = struct.Struct(">I")
+_MAX_DEPTH_BYTES = b"[" * 64
+_SHOWN_CHARACTERS = 80
+_LARGEST = 1e300
 _MOST_GROUPS = 6
 _MOST_NAMES, _MOST_NOTES = 64, 8
 
@@ -117,84 +128,70 @@ class Hello(Message):
 
 
 class ListRanks(Message):
-    """Message that asks the server for the connected ranks; answered by `RankList`."""
+    """Question for the connected ranks."""
 
 
-class DrainNode(Message):
-    """Message that asks the server to have a node leave the run, from any process: see `DrainNodeReply`."""
-
+class DrainNode(Message):  # asks that a node leaves the run, from any process
     node: int
 
 
 class Failed(Message):
-    """Message that reports a failure of a process; base of those that `JobControl.report` takes."""
+    """Failure of a process; base of those that `JobControl.report` takes."""
 
     record: FailureRecord
 
 
 class SecondaryFailure(Failed):
-    """Message that a call that communicates has failed, probably because another rank failed."""
+    """Failure of a call that communicates, probably because another rank failed."""
 
 
 class PeerDisconnected(Failed):
-    """Message that a process which the sender watches, such as its parent, has disappeared."""
+    """Disappearance of a process which the sender watches, such as its parent."""
 
 
 class Exited(Failed):
-    """Message of a launcher that a child has exited; the record has the child's initial rank."""
+    """Exit of a launcher's child; the record has the child's initial rank."""
 
 
-class Saved(Message):
-    """Message with the path of the checkpoint that a rank saved at the end of a failed job."""
-
+class Saved(Message):  # a rank has saved the last step of a failed job
     path: Annotated[str, 4000]
 
 
-class DiagnoseRequest(Message):
-    """Message that asks the server where ranks disagree about a collective; answered by `Diagnosis`."""
-
+class DiagnoseRequest(Message):  # asks where ranks disagree about a collective
     group: Text | None
     number: int
 
 
 class CheckOrphanedWaits(Message):
-    """Message that asks the server to look for ranks that wait for a collective nobody will call."""
+    """Question for ranks that wait for a collective which nobody will call."""
 
 
-class StatusReply(Message):
-    """Message with what a rank is doing at the moment; answers `StatusRequest`."""
-
+class StatusReply(Message):  # what a rank is doing
     number: int
     status: RankStatus
 
 
-class CollectiveFingerprint(Message):
-    """Message that announces the collective, with shapes and dtypes, that a rank is about to start."""
-
+class CollectiveFingerprint(Message):  # a rank is about to start this collective
     group: Text
     ranks: Text
     number: int
     text: Text
 
 
-class SendValue(Message):
-    """Message with a JSON value for another rank, to which the server forwards it as `PeerValue`."""
-
+class SendValue(Message):  # a JSON value for another rank, which gets it as `PeerValue`
     to: int
     topic: Text
     value: Any
 
 
-class StateHashes(Message):
-    """Message with the hashes of slices of a rank's state that are new since the last one, by number."""
-
+class StateHashes(Message):  # new hashes of slices of a rank's state, by number
     generation: int
     run: int
     hashes: dict[int, int]
 
 
 class StateValues(Message):
-    """Message that answers `StateRequest`: names and hashes of what a rank hashed; empty if forgotten."""
+    """Names and hashes of what a rank hashed; empty if forgotten."""
 
     generation: int
     run: int
@@ -210,69 +207,156 @@ class StateValues(Message):
 # ---------------------------------------------------------------------- from the server
 
 
-class Failure(Message):
-    """Message of the server that tells a process the first failure of the job."""
-
+class Failure(Message):  # the first failure of the job
     record: FailureRecord
 
 
-class RankList(Message):
-    """Message with the connected ranks; answers `ListRanks`."""
-
+class RankList(Message):  # the connected ranks
     ranks: tuple[int, ...]
 
 
-class DrainNodeReply(Message):
-    """Message that answers `DrainNode`: the ranks that leave, or the reason why none does."""
-
+class DrainNodeReply(Message):  # the ranks that leave, or why none does
     ranks: tuple[int, ...]
     why: Text | None
 
 
 class Closing(Message):
-    """Message of the server that its process exits without a failure."""
+    """End of the server's process without a failure."""
 
 
-class Start(Message):
-    """Message that asks another node's launcher to start replacement `number` of a lost rank's process."""
-
+class Start(Message):  # asks another node's launcher for replacement `number` of a rank's process
     slot: int
     number: int
 
 
-class StatusRequest(Message):
-    """Message that asks a rank what it is doing; answered by `StatusReply`."""
-
+class StatusRequest(Message):  # asks what a rank is doing
     number: int
 
 
-class CollectiveApproved(Message):
-    """Message that permits a rank to start a collective, as all ranks of the group have announced it."""
-
+class CollectiveApproved(Message):  # all ranks of the group have announced this collective, which may start
     group: Text
     number: int
 
 
-class Diagnosis(Message):
-    """Message that tells a rank where the ranks disagree about a collective."""
-
+class Diagnosis(Message):  # where the ranks disagree
     group: Text | None
     number: int
     findings: Findings
 
 
-class StateRequest(Message):
-    """Message that asks a rank for the details of its hash with this number; answered by `StateValues`."""
-
+class StateRequest(Message):  # asks for the details of the hash with this number
     number: int
 
 
-class PeerValue(Message):
-    """Message with a JSON value that another rank has sent to this one by `SendValue`."""
-
+class PeerValue(Message):  # sent by another rank
     sender: int
     topic: Text
     value: Any
 
 
 Outgoing = list[tuple[int, Message]]  # messages, and the rank of each
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def pack(message: Message) -> bytes:
+    """Return a message as JSON bytes behind their length; raise `ProtocolError` above `LIMIT_BYTES`."""
+    values = {"kind": message.kind, **asdict(message)}  # type: ignore[call-overload]  # all are dataclasses
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
+    if len(data) > LIMIT_BYTES:
+        raise ProtocolError(f"a message of {len(data)} bytes; the limit is {LIMIT_BYTES}")
+    return _LENGTH.pack(len(data)) + data
+
+
+class Unpacker:
+    """Incremental decoder of one connection's bytes into messages; before its hello the limit is less."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Return the messages that received bytes complete; raise `ProtocolError` if there are others."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > self.limit_bytes:
+                raise ProtocolError(f"a message of {length} bytes; the limit is {self.limit_bytes}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(_parse(bytes(self._buffer[_LENGTH.size : end])))
+            del self._buffer[:end]
+        return messages
+
+
+def _parse(data: bytes) -> Message:
+    if _MAX_DEPTH_BYTES in data.replace(b" ", b""):
+        raise ProtocolError("nested too deeply")
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"no JSON: {error}") from None
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in Message.kinds:
+        raise ProtocolError("no object with a known kind")
+    try:
+        message: Message = _read(_type_of(Message.kinds[kind]), values)
+    except ProtocolError as error:
+        raise ProtocolError(f"{kind}{error}") from None
+    return message
+
+
+_Type = tuple[Any, Any, tuple[Any, ...]]
+"""Hint of a field, its origin, and the types of its parts; also the choices of a text, or its longest length.
+Hints are taken apart once, as 16,384 ranks read a message at the same time."""
+
+
+@functools.cache
+def _type_of(hint: Any) -> _Type:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        return hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return hint, StrEnum, tuple(hint)
+    if origin is Literal:
+        return hint, origin, arguments
+    return hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments)
+
+
+def _read(kind: _Type, value: Any) -> Any:
+    """Return a JSON value converted to the type of its field; raise `ProtocolError` if it does not fit."""
+    hint, origin, parts = kind
+    if (type(value) is hint and hint is not float) or hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else _read(parts[0], value)
+    if origin is Annotated:
+        return _read(parts[0], value[: parts[1]] if isinstance(value, str | list) else value)
+    if origin == "fields" and type(value) is dict:
+        return hint(**dict(_read_field(name, part, value) for name, part in parts))
+    if origin is tuple and type(value) is list:
+        if parts[-1][0] is ...:
+            return tuple(_read(parts[0], part) for part in value)
+        if len(value) == len(parts):
+            return tuple(map(_read, parts, value))
+    elif origin is dict and type(value) is dict and all(map(str.isdecimal, value)):
+        return {int(key): _read(parts[1], part) for key, part in value.items()}
+    elif origin in (Literal, StrEnum) and value in parts:
+        return hint(value) if origin is StrEnum else value
+    elif hint is float and type(value) in (int, float) and abs(value) < _LARGEST:
+        return float(value)
+    raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
+
+
+def _read_field(name: str, kind: _Type, values: dict[str, Any]) -> tuple[str, Any]:
+    if name not in values:
+        raise ProtocolError(f" has no {name}")
+    try:
+        return name, _read(kind, values[name])
+    except ProtocolError as error:
+        raise ProtocolError(f".{name}{error}") from None

@@ -12,7 +12,6 @@ from enum import Enum, auto
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.failure_record import Where
 from lightning_ddp.supervise.orders import (
-    NO_ORDER,
     NewGeneration,
     Order,
     Progress,
@@ -22,8 +21,6 @@ from lightning_ddp.supervise.orders import (
     Wish,
     WishKind,
 )
-
-__all__ = ["Passage", "RankState"]
 
 _FACTS = ("phase", "generation", "state_of", "begun", "ended", "run", "progress", "wish", "why")
 """Fields of a report that are attributes of `RankState`."""
@@ -53,7 +50,7 @@ class RankState:
         self.phase = RankPhase.STARTING
         self.generation = 0  # the last one that it has entered
         self.state_of = -1 if is_new else 0  # the last generation whose state it has; -1 for none
-        self.order = NO_ORDER  # the last order that was heard
+        self.order = Order()  # the last order that was heard
         self.members: tuple[int, ...] | None = None  # in the last generation heard of; None for the first one
         self.position = 0  # number of boundaries that were passed
         self.may_meet = True  # True if ranks may join or leave at the boundary that comes next
@@ -109,8 +106,7 @@ class RankState:
 
     @property
     def has_met(self) -> bool:
-        """True once all ranks of the job have connected to the control server."""
-        return self.order is not NO_ORDER and (self._is_new or self.task is not Task.WAIT)
+        return self.order.number > 0 and (self._is_new or self.task is not Task.WAIT)
 
     @property
     def is_called(self) -> bool:
@@ -125,7 +121,6 @@ class RankState:
 
     @property
     def is_entering(self) -> bool:
-        """True while this process enters a generation whose state it lacks; others may fail to enter, too."""
         return self.phase is RankPhase.ENTERING
 
     @property
@@ -134,18 +129,16 @@ class RankState:
 
     @property
     def is_released(self) -> bool:
-        """True if the server has ordered this process to exit with code 0."""
         return self.task is Task.LEAVE
 
     def has_ended_everywhere(self) -> bool:
-        """Return True if this process and all other ranks have ended the current run."""
         return self.order.all_ended >= self.ended == self.begun
 
     def goes_on_without(self, place: int) -> bool:
         """Return True if the latest known generation has no process for the initial rank `place`."""
         return self.members is not None and place not in self.members
 
-    # ------------------------------------------------------------------ runs
+    # ------------------------------------------------------------------ the main thread
 
     def begin_run(self, name: str) -> None:
         self.begun, self.run = self.begun + 1, name
@@ -163,20 +156,17 @@ class RankState:
             self.phase, self.why = RankPhase.FAILED, why
 
     def leave(self) -> None:
-        """Set the phase to ended, so that the exit of this process is no failure from now on."""
+        """Set the phase to ended: from now on the exit of this process is no failure."""
         self.phase = RankPhase.ENDED
-
-    # ------------------------------------------------------------------ boundaries
 
     def begin_fit(self) -> None:
         """Count the step boundaries of a fit from here; all ranks must have passed equally many before."""
         self._base = self.position
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
-        """Set how many step boundaries of the fit come before the next one, and whether ranks may join there.
+        """Set how many boundaries of the fit come before the next one, and whether ranks may join there.
 
-        Where ranks are lost some take a step again and others do not, and new ones have taken none: nobody
-        can count what it has passed, and all give the same boundary the same number.
+        All ranks say the same, as those that repeat a step, or are new, cannot count what they have passed.
         """
         self.position, self.may_meet = self._base + number, may_meet
 
@@ -194,8 +184,6 @@ class RankState:
         self.position += 1
         return Passage.GO
 
-    # ------------------------------------------------------------------ leaving
-
     def ask(self, wish: Wish) -> None:
         """Record what a signal requests, to leave or to stop, for the next report. Safe in a handler."""
         if self.wish is None or wish.kind is WishKind.STOP:
@@ -207,17 +195,12 @@ class RankState:
         if self.wish is not None and self.wish.kind is not WishKind.STOP:
             self.wish = Wish(WishKind.STOP, self.wish.signal)
 
-    # ------------------------------------------------------------------ generations
-
     def stand(self) -> None:
         """Set the phase to waiting for admission, as this process has no training state; does not block."""
         self.phase, self.progress, self.rank = RankPhase.STANDING, None, self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Set the phase to stopped, or to stopped at the agreed step boundary if `has_met`.
-
-        It commits nothing until it enters another generation.
-        """
+        """Set the phase to stopped, or to meeting at the agreed step boundary if it `has_met` the others."""
         if self.state_of < 0:
             self.stand()
         else:

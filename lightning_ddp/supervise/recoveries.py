@@ -8,9 +8,7 @@ from typing import Any
 
 from lightning_ddp.supervise.failure_record import FailureRecord
 from lightning_ddp.supervise.orders import NewGeneration, Progress
-from lightning_ddp.supervise.slots import STEPS_TO_FORGET
-
-__all__ = ["Recoveries", "new_generation", "own_failure"]
+from lightning_ddp.supervise.processes import STEPS_TO_FORGET
 
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
@@ -30,13 +28,11 @@ class Recoveries:
     def count(
         self, members: Iterable[Progress], lost: Iterable[FailureRecord], *, is_new: bool
     ) -> str | None:
-        """Count a recovery; return the reason why the job cannot continue, or None if it can.
+        """Count a recovery by `members` that stay; return the reason why the job cannot continue, or None.
 
-        Args:
-            members: progress of those that stay.
-            is_new: True if the generation before was whole; otherwise this is the same recovery.
+        If not `is_new`, as the generation before was not whole, this is the same recovery as the last one.
         """
-        known, failures = list(members), list(map(own_failure, lost))
+        known, failures = list(members), list(map(_own_failure, lost))
         committed, step = {progress.step for progress in known}, _step_of(known)
         if step < 0:
             return "no remaining rank holds a whole state: all were interrupted while they changed it"
@@ -83,10 +79,7 @@ def new_generation(
 ) -> NewGeneration:
     """Return the next generation, of ranks that stay and join; the largest committed step wins.
 
-    Args:
-        staying: place -> progress of that member; one has a whole state.
-        parted: places of members whose state is not that of the majority: unless others join they are behind.
-        more: further fields of `NewGeneration`.
+    Members whose state is not that of the majority have `parted`: unless others join they are behind.
     """
     known, step = staying.values(), _step_of(staying.values())
     sources = [place for place, progress in staying.items() if progress.is_clean and progress.step == step]
@@ -105,13 +98,8 @@ def new_generation(
     )
 
 
-def own_failure(record: FailureRecord) -> str | None:
-    """Return the exception or exit code of a process that failed by itself; None if from outside.
-
-    >>> own_failure(FailureRecord(rank=1, message="", exit_code=3))
-    'exit code 3'
-    >>> own_failure(FailureRecord(rank=1, message="", exit_code=-9))
-    """
+def _own_failure(record: FailureRecord) -> str | None:
+    """Return the exception or exit code of a process that failed by itself; None if from outside."""
     error = record.exception_class or record.exception_type
     if error is not None:
         return error

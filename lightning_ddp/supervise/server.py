@@ -14,10 +14,7 @@ from lightning_ddp.supervise.connections import Connections, Peer
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
-from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.settings import SupervisionSettings
-
-__all__ = ["ControlServer"]
 
 _log = logging.getLogger("lightning_ddp")
 
@@ -25,13 +22,7 @@ _log = logging.getLogger("lightning_ddp")
 class ControlServer:
     """Server thread to which all processes of a job connect; it tells all of them the first failure.
 
-    Args:
-        address: name or address of this host; its interface is bound.
-        token: secret of the job.
-        any_interface: True to bind all interfaces, for an address that is the loopback on this host only.
-
-    Raises:
-        RendezvousError: the address is not one of this host.
+    Binds the interface of this host's `address`; all with `any_interface`, if that is the loopback here only.
     """
 
     def __init__(
@@ -59,7 +50,7 @@ class ControlServer:
             pid=os.getpid(),
         )
         self._job = self._control.job
-        self._injected: deque[Message] = deque()
+        self._injected: deque[protocol.Failed] = deque()
         self._is_closed = False
         self._decided = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="control-server")
@@ -69,7 +60,6 @@ class ControlServer:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """Record of the job's first failure with the path of the checkpoint saved after it; None before."""
         return self._control.first_failure
 
     @property
@@ -86,7 +76,6 @@ class ControlServer:
         return self._job.goes_on
 
     def knows(self, who: Identity) -> bool:
-        """Return True if the process with a node and process id has connected to the server."""
         return self._job.roster.of(who) is not None
 
     def wait_for_verdict(self, timeout_s: float) -> FailureRecord | None:
@@ -98,7 +87,7 @@ class ControlServer:
         """Return True if the job goes on after losses, now without a process for the initial rank `slot`."""
         return self.goes_on and all(member.place != slot for member in self._job.roster.members)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: protocol.Failed) -> None:
         """Pass a failure report from this very process to the server's thread. Thread-safe."""
         self._injected.append(message)
         self._connections.wake()

@@ -10,17 +10,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from lightning_ddp.errors import ConfigurationError, closest, in_seconds, one_of, require
 
-__all__ = [
-    "PreemptionSettings",
-    "RecoverySettings",
-    "ReplaceSettings",
-    "ReplicaCheckSettings",
-    "SupervisionSettings",
-    "parse_on_failure",
-    "parse_on_preemption",
-    "parse_replica_check",
-]
-
 _Kind = TypeVar("_Kind", bound="RecoverySettings | PreemptionSettings | ReplicaCheckSettings")
 _LEAST_HEARTBEAT_S = 2.0
 _NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
@@ -80,7 +69,6 @@ class PreemptionSettings:
 
     @property
     def number(self) -> int:
-        """Number of the signal at which a process leaves the run."""
         return int(getattr(signals, self.signal))
 
 
@@ -104,30 +92,23 @@ class ReplicaCheckSettings:
 
 
 class StopIfReplicasDiffer(ReplicaCheckSettings):
-    """Options of `replica_check='stop'`."""
-
     name = "stop"
 
 
 class HealReplicas(ReplicaCheckSettings):
-    """Options of `replica_check='heal'`."""
-
     name = "heal"
 
 
 def parse_on_failure(spec: str | Mapping[str, Any]) -> RecoverySettings | None:
-    """Return the settings that the argument `on_failure` gives; None if a failure ends the run."""
     kinds = {"stop": None, "shrink": RecoverySettings, "replace": ReplaceSettings}
     return _parse("on_failure", spec, kinds)
 
 
 def parse_on_preemption(spec: str | Mapping[str, Any]) -> PreemptionSettings | None:
-    """Return the settings that the argument `on_preemption` gives; None if a signal stops all ranks."""
     return _parse("on_preemption", spec, {"stop": None, "leave": PreemptionSettings})
 
 
 def parse_replica_check(spec: str | Mapping[str, Any]) -> ReplicaCheckSettings | None:
-    """Return the settings that the argument `replica_check` gives; None if nothing is compared."""
     kinds = {"off": None, "warn": ReplicaCheckSettings, "stop": StopIfReplicasDiffer, "heal": HealReplicas}
     return _parse("replica_check", spec, kinds)
 

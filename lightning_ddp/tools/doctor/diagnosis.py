@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lightning_ddp.comm.nccl import CHOICE_VARIABLE, version_problem
-from lightning_ddp.supervise.disagreement import join_ranks
+from lightning_ddp.supervise.desync import join_ranks
 from lightning_ddp.tools.doctor.machine import Finding, Level
 
 T = TypeVar("T")
