@@ -68,7 +68,7 @@ def namespaces_of(process: subprocess.Popen[bytes]) -> list[Path]:
     ("arguments", "find"),
     [
         (["failures"], script_of),
-        (["step", "--links", "100", "--models", "linear16"], namespaces_of),
+        (["hooks", "--links", "100"], namespaces_of),
     ],
     ids=["script", "link"],
 )

@@ -1,4 +1,4 @@
-"""`bench step`: its statistics, its contenders, and steps on links between namespaces."""
+"""`bench step`: its statistics, its contenders, and a whole run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-from harness.namespaces import can_shape_links
 
 from lightning_ddp.cli import main
 from lightning_ddp.tools import ToolError, models
@@ -17,9 +16,9 @@ from lightning_ddp.tools.bench import Comparison, step
 from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
 from lightning_ddp.tools.command_line import paired_ratio
 from lightning_ddp.tools.models import (
-    BARE,
     CONTENDERS,
     OURS,
+    OURS_GLOO,
     TORCH_DEFAULT,
     TORCH_FLAGS,
     TORCH_VIEW,
@@ -61,9 +60,9 @@ def test_step_time_of_a_round_is_the_median_step_of_the_slowest_rank() -> None:
             id="the first is the reference without ours",
         ),
         pytest.param(
-            [{OURS: (2, 1), TORCH_VIEW: (4, 0.5), TORCH_FLAGS: (3, 0.6), BARE: (1, 2.0)}],
-            {TORCH_VIEW: 0.5, TORCH_FLAGS: 0.6, BARE: 2.0, step.FASTEST_TORCH: 0.6},
-            id="the bare module is not torch's",
+            [{OURS: (2, 1), TORCH_VIEW: (4, 0.5), TORCH_FLAGS: (3, 0.6), OURS_GLOO: (1, 2.0)}],
+            {TORCH_VIEW: 0.5, TORCH_FLAGS: 0.6, OURS_GLOO: 2.0, step.FASTEST_TORCH: 0.6},
+            id="ours without shared memory is not torch's",
         ),
     ],
 )
@@ -93,20 +92,6 @@ def test_flags_that_torch_lacks_are_left_out_and_ours_are_not(monkeypatch: pytes
         monkeypatch.setitem(CONTENDERS, name, flags)  # type: ignore[arg-type]
     assert constructor_flags(TORCH_DEFAULT) == {"gradient_as_bucket_view": True}
     assert constructor_flags(OURS) == flags
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--links", "100", "--world-size", "3"], "--links needs two ranks on the CPU"),
-        (["--contenders", "ours", "bare"], "bare averages nothing"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "step", *options]) == 1
-    assert message in capsys.readouterr().err
 
 
 def state(gradient: float, buffer: float) -> dict[str, torch.Tensor]:
@@ -180,20 +165,3 @@ def test_every_model_and_contender_is_printed_and_written(tmp_path: Path, capsys
         ratio = document["summary"]["comparisons"][model][contender]["ratio"]
         assert ratio == pytest.approx(paired_ratio(document["samples"][model][OURS], samples))
     assert set(document["summary"]["geometric_mean"]) == {TORCH_DEFAULT, TORCH_FLAGS, step.FASTEST_TORCH}
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("namespaces")
-@pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
-def test_steps_on_a_link_last_as_long_as_their_bytes_need(tmp_path, capsys) -> None:
-    path, mbit = tmp_path / "step.json", 40.0
-    options = ["--links", str(mbit), "--models", "convbn40", "--contenders", OURS, TORCH_VIEW]
-    options += ["--rounds", "1", "--steps", "1", "--warmup", "1", "--timeout-s", "600", "--json", str(path)]
-    assert main(["bench", "step", *options]) == 0
-    assert f"geometric mean of ours/{TORCH_VIEW}" in capsys.readouterr().out
-    samples = json.loads(path.read_text())["samples"]["convbn40, 40 Mbit/s"]
-    assert set(samples) == {OURS, TORCH_VIEW}
-    num_bytes = 4 * 40 * (32 * 32 * 9 + 32 + 64)
-    for (milliseconds,) in samples.values():
-        assert math.isfinite(milliseconds)
-        assert milliseconds > 900 * num_bytes * 8 / (mbit * 1e6)

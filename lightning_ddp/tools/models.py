@@ -88,8 +88,6 @@ TORCH_DEFAULT: Final = "torch_ddp"
 TORCH_VIEW: Final = "torch_ddp_view"
 TORCH_FLAGS: Final = "torch_ddp_flags"
 """torch's wrapper with all flags that make a static model's step faster."""
-BARE: Final = "bare"
-"""The module without a wrapper, on one rank, to measure the overhead of wrappers."""
 
 _VIEW: Final = {"gradient_as_bucket_view": True}
 CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -98,7 +96,6 @@ CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     TORCH_DEFAULT: {},
     TORCH_VIEW: _VIEW,
     TORCH_FLAGS: {**_VIEW, "static_graph": True, "batched_grad_copy": True},
-    BARE: {},
 }
 """Arguments of the wrappers besides the module and its device, by name."""
 
@@ -120,8 +117,6 @@ def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
 
     Collective: all ranks must call it.
     """
-    if contender == BARE:
-        return module
     wrapper: Any = DistributedDataParallel if is_torch(contender) else BucketedDDP
     device_ids = [device.index] if device.type == "cuda" else None
     wrapped: nn.Module = wrapper(module, device_ids=device_ids, **constructor_flags(contender))

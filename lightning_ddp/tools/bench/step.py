@@ -4,7 +4,7 @@ Every contender trains its own copy of the same model in separate processes, bec
 its process, such as the C library's handling of freed memory, are part of its result. Contenders take turns
 of a few steps in an order that is shuffled each round, and sleep otherwise; a barrier precedes each timed
 step. The time of a step is that of its slowest rank, the sample of a round is the median of its steps, and
-ratios are paired by round. On a link (`--links`) all contenders share two processes.
+ratios are paired by round.
 """
 
 from __future__ import annotations
@@ -19,17 +19,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import Benchmark, Comparisons, Result, format_comparisons
-from lightning_ddp.tools.command_line import (
-    add_choices,
-    add_shared,
-    positive_float,
-    positive_int,
-    progress_bar,
-)
+from lightning_ddp.tools.command_line import add_choices, add_shared, positive_int, progress_bar
 from lightning_ddp.tools.models import (
-    BARE,
     CONTENDERS,
     MODEL_NAMES,
     OURS,
@@ -48,7 +40,7 @@ FASTEST_TORCH: Final = "fastest_torch"
 
 _CONTENDERS_HELP: Final = (
     "wrappers (ours_gloo: transport='gloo', view: gradient_as_bucket_view, flags: also static_graph and"
-    " batched_grad_copy, bare: no wrapper)"
+    " batched_grad_copy)"
 )
 _TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
 _MOST_COMPARED: Final = 8192
@@ -57,13 +49,6 @@ _MOST_COMPARED: Final = 8192
 def _options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=30, world_size=None, timeout_s=1800.0, models=list(MODEL_NAMES), device="cpu")
     add_choices(parser, "--contenders", tuple(CONTENDERS), DEFAULT_CONTENDERS, _CONTENDERS_HELP)
-    parser.add_argument(
-        "--links",
-        nargs="+",
-        type=positive_float,
-        metavar="MBIT",
-        help="measure between two network namespaces, on links of these speeds in Mbit/s (Linux, as root)",
-    )
     for name, default, text in (
         ("--steps", 4, "timed steps of each contender in a round (default: %(default)s)"),
         ("--warmup", 5, "steps of each contender before the first round (default: %(default)s)"),
@@ -92,23 +77,15 @@ def _measure(args: argparse.Namespace) -> Result:
     )
     most = max(1, torch.cuda.device_count()) if args.device == "cuda" else 2
     world_size = args.world_size or min(2, most)
-    if BARE in settings.contenders and world_size > 1:
-        raise ToolError(f"{BARE} averages nothing. Measure it with --world-size 1")
-    if args.links is not None and (world_size != 2 or args.device != "cpu"):
-        raise ToolError("--links needs two ranks on the CPU")
-    samples: dict[str, dict[str, list[float]]] = {}
-    links = tuple(dict.fromkeys(args.links or [None]))
     options = {"world_size": world_size, "device": args.device, "timeout_s": args.timeout_s}
-    with progress_bar(len(links) * len(settings.models) * settings.num_rounds, "bench step") as bar:
-        for mbit in links:
-            options["num_replicas"] = len(settings.contenders) if mbit is None else 1
-            found = run_ranks(time_steps, settings, on_progress=bar.update, mbit=mbit, **options)
-            for model, rounds in reduce_ranks(found, settings).items():
-                samples[model if mbit is None else f"{model}, {mbit:g} Mbit/s"] = rounds
+    with progress_bar(len(settings.models) * settings.num_rounds, "bench step") as bar:
+        found = run_ranks(
+            time_steps, settings, num_replicas=len(settings.contenders), on_progress=bar.update, **options
+        )
     result = Result(
-        samples=samples,
+        samples=reduce_ranks(found, settings),
         references=reference_of(settings.contenders),
-        settings={name: getattr(args, name) for name in ("rounds", "steps", "warmup", "device", "links")}
+        settings={name: getattr(args, name) for name in ("rounds", "steps", "warmup", "device")}
         | {"world_size": world_size}
         | {"flags": {name: constructor_flags(name) for name in settings.contenders}},
     )
@@ -139,7 +116,7 @@ def reference_of(contenders: Sequence[str]) -> str:
 
 
 def geometric_means(comparisons: Comparisons) -> dict[str, float]:
-    """Return the geometric mean over models (and links) of the ratio reference / contender, by contender."""
+    """Return the geometric mean over models of the ratio reference / contender, by contender."""
     rows, mean = list(comparisons.values()), statistics.geometric_mean
     reference = reference_of(list(rows[0]))
     means = {name: mean(row[name].ratio for row in rows) for name in rows[0] if name != reference}
