@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning_ddp.cli import main
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare
-from lightning_ddp.tools.bench.failures import run_to_recovery
+from lightning_ddp.tools.bench.runs import run_to_recovery
 from lightning_ddp.tools.command_line import format_table, paired_ratio
 from lightning_ddp.tools.drawing import picture_path
 from lightning_ddp.tools.models import MODEL_NAMES, build_workload, compute_loss
@@ -88,7 +88,7 @@ def test_failed_benchmark_exits_with_1_and_says_why(
 ) -> None:
     script = tmp_path / "first_batch.py"
     script.write_text("raise SystemExit('no such cluster')")
-    monkeypatch.setattr("lightning_ddp.tools.bench.launch.SCRIPT", script)
+    monkeypatch.setattr("lightning_ddp.tools.bench.runs.SCRIPT", script)
     assert main(["bench", "launch", "--rounds", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -246,7 +246,7 @@ def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list
     """When this process began and ended each of its turns; every order lists the replicas."""
     turns, spans = RoundRobin(context.store, context.world_size), []
     for order in orders:
-        for _ in turns.of(order, [context.replica]):
+        with turns.turn(order, context.replica):
             start = time.monotonic()
             for _ in range(50):  # long enough for turns to overlap, if they do
                 dist.barrier()

@@ -1,19 +1,29 @@
-"""`bench step`: its statistics, its contenders, and a whole run."""
+"""`bench step` and `bench hooks`: statistics, contenders, whole runs, and links between namespaces."""
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 import harness
 import pytest
 import torch
+from harness.namespaces import can_shape_links
 
 from lightning_ddp.cli import main
+from lightning_ddp.hooks import parse_hook
 from lightning_ddp.tools import ToolError, models
-from lightning_ddp.tools.bench import Comparison, step
-from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
+from lightning_ddp.tools.bench import Comparison, Result, step
+from lightning_ddp.tools.bench.step import (
+    HOOK_SPECS,
+    NONE,
+    check_agreement,
+    format_links,
+    merge_ranks,
+    time_steps,
+)
 from lightning_ddp.tools.command_line import paired_ratio
 from lightning_ddp.tools.models import (
     CONTENDERS,
@@ -34,11 +44,8 @@ from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
 def test_step_time_of_a_round_is_the_median_step_of_the_slowest_rank() -> None:
     first = {"m": {OURS: [[0.001, 0.005, 0.002], [0.004, 0.004, 0.004]]}}
     second = {"m": {OURS: [[0.003, 0.001, 0.001], [0.001, 0.009, 0.004]]}}
-    settings = StepSettings(
-        models=("m",), contenders=(OURS, "b"), num_rounds=2, num_steps=3, num_warmup_steps=0
-    )
     other = {"m": {"b": [[0.007], [0.008]]}}  # a replica that has trained another contender
-    found = step.reduce_ranks([first, second, other, other], settings)
+    found = step.reduce_ranks([first, second, other, other])
     # slowest rank per step: (3, 5, 2) and (4, 9, 4) milliseconds
     assert found == {"m": {OURS: pytest.approx([3.0, 4.0]), "b": pytest.approx([7.0, 8.0])}}
 
@@ -126,19 +133,17 @@ def test_the_compared_step_starts_from_the_given_weights_whatever_came_before() 
     assert harness.run_ranks(gradients_before_and_after_a_change, 1) == [True]
 
 
-def time_steps_without_communication(context: RankContext, settings: StepSettings) -> object:
-    if context.replica == settings.contenders.index(OURS):
+def time_steps_without_communication(context: RankContext, names: tuple[str, ...]) -> object:
+    if names[context.replica] == OURS:
         models.wrap = lambda _contender, module, _device: module
-    return time_steps(context, settings)
+    return time_steps(context, ("linear500",), names, num_rounds=1, num_steps=1, num_warmup_steps=1)
 
 
 @pytest.mark.slow
 def test_a_wrapper_that_communicates_nothing_is_not_timed() -> None:
     names = (OURS, TORCH_DEFAULT)
-    counts = {"num_rounds": 1, "num_steps": 1, "num_warmup_steps": 1}
-    settings = StepSettings(models=("linear500",), contenders=names, **counts)
     with pytest.raises(ToolError, match="the gradients of ours differ from those of torch_ddp by a"):
-        run_ranks(time_steps_without_communication, settings, world_size=2, num_replicas=2, timeout_s=120)
+        run_ranks(time_steps_without_communication, names, world_size=2, num_replicas=2, timeout_s=120)
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -165,3 +170,49 @@ def test_every_model_and_contender_is_printed_and_written(tmp_path: Path, capsys
         ratio = document["summary"]["comparisons"][model][contender]["ratio"]
         assert ratio == pytest.approx(paired_ratio(document["samples"][model][OURS], samples))
     assert set(document["summary"]["geometric_mean"]) == {TORCH_DEFAULT, TORCH_FLAGS, step.FASTEST_TORCH}
+
+
+# ---------------------------------------------------------------------- hooks on links
+
+
+def test_every_contender_is_one_that_the_package_has() -> None:
+    for hook in HOOK_SPECS.values():
+        assert hook is None or parse_hook(hook)
+
+
+def test_the_slower_rank_counts_and_the_table_holds_medians() -> None:
+    ranks = [{"a": [{"seconds": 1.0, "bytes": 5}]}, {"a": [{"seconds": 2.0, "bytes": 3}]}]
+    assert merge_ranks(ranks) == {"a": [{"seconds": 2.0, "bytes": 5}]}
+    row = {"kernel_bytes": 2e6, "counted_bytes": 1e6, "codec_seconds": 0.01}
+    result = Result(
+        samples={"link": {NONE: [4000.0], "int8": [1000.0]}},
+        references=NONE,
+        extra={"links": {"link": {NONE: [row], "int8": [row | {"counted_bytes": 3e6}, row, row]}}},
+    )
+    assert [line.split() for line in format_links(result).splitlines()[3:]] == [
+        ["none", "4000.000", "1.000", "2.000", "1.000", "10.000"],
+        ["int8", "1000.000", "4.000", "2.000", "1.000", "10.000"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
+@pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
+def test_kernel_and_hook_count_the_same_on_a_link_of_the_speed(tmp_path, capsys, monkeypatch) -> None:
+    contenders = {NONE: None, "allreduce": "allreduce", "bf16": "bf16"}
+    monkeypatch.setattr("lightning_ddp.tools.bench.step.HOOK_SPECS", contenders)
+    monkeypatch.setattr("lightning_ddp.tools.bench.step._MODEL", "convbn40")
+    path = tmp_path / "a.json"
+    assert main(["bench", "hooks", "--links", "20", "--rounds", "3", "--json", str(path)]) == 0
+    assert "two ranks, convbn40, 20 Mbit/s" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["summary"]["links"]["convbn40, 20 Mbit/s"]
+    num_bytes = 4 * 40 * (32 * 32 * 9 + 32 + 64)
+    assert min(row["kernel_bytes"] for row in rows[NONE]) >= num_bytes
+    for name, counted in (("allreduce", num_bytes), ("bf16", num_bytes // 2)):
+        for row in rows[name]:
+            assert row["counted_bytes"] == counted < row["kernel_bytes"]
+            assert row["seconds"] > 0.9 * counted * 8 / 20e6
+            assert math.isfinite(row["codec_seconds"])
+    # headers, and buffers that are broadcast beside the hook; in a slow round also what TCP sent again
+    ratios = [row["kernel_bytes"] / row["counted_bytes"] for row in rows["allreduce"]]
+    assert statistics.median(ratios) < 1.15, ratios

@@ -19,12 +19,14 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import Recording, save
 from lightning_ddp.tools.bench import scaling
-from lightning_ddp.tools.bench.scaling import Calibration, fit_link, parse_contender
-from lightning_ddp.tools.perf_model import (
+from lightning_ddp.tools.bench.scaling import (
+    Calibration,
     HookCost,
     Link,
     StepProfile,
     TransferCost,
+    fit_link,
+    parse_contender,
     predict,
     predict_averager,
     schedule,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import compileall
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,19 +31,6 @@ _POLL_S: Final = 0.02
 _DEATH_S: Final = 30.0  # a killed process is gone in milliseconds, on a busy machine in seconds
 
 
-@contextmanager
-def compiled_package() -> Iterator[str]:
-    """Yield a temporary folder with this package and its bytecode, as an installer leaves it.
-
-    Otherwise a script would compile a source tree at each start, if Python may not write bytecode.
-    """
-    with tempfile.TemporaryDirectory(prefix="lightning_ddp_") as folder:
-        package = PACKAGE_ROOT / "lightning_ddp"
-        shutil.copytree(package, Path(folder, package.name), ignore=shutil.ignore_patterns("__pycache__"))
-        compileall.compile_dir(folder, quiet=1)
-        yield folder
-
-
 class _Script:
     """A running script, with its processes and its output file."""
 
@@ -54,9 +39,8 @@ class _Script:
         self._output = output
         # The script must start its processes itself, also inside a SLURM job.
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        if launcher:
-            places = [arguments["package_root"], env.get("PYTHONPATH")]
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), env.get("PYTHONPATH")]))
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start would compile a source tree
         command = [sys.executable, *launcher, str(path), json.dumps(arguments)]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         self.started_at = time.time()
@@ -186,7 +170,7 @@ def run_to_fault(
     Raises:
         ToolError: the script did not reach the fault.
     """
-    common = {"strategy": strategy, "devices": world_size, "package_root": str(PACKAGE_ROOT), "num_steps": 64}
+    common = {"strategy": strategy, "devices": world_size, "num_steps": 64}
     deadline = time.monotonic() + 2 * timeout_s
     with started(TRAINING, {**common, **arguments}, launcher) as running:
         while running.alive() and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
 """Training script for timing a start, steps or a failure, which prints the times of events; run as a file.
 
 Its argument is a JSON object with the name of a `function` below, by default `train`, and its keywords. With
-the strategy "ddp" it does not import this package, which is in the folder `package_root`.
+the strategy "ddp" it does not import this package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def _say(text: str) -> None:
 def train(
     *,
     strategy: str,
-    package_root: str,
     devices: int,
     accelerator: str = "cpu",
     num_steps: int = 1,
@@ -60,7 +59,6 @@ def train(
 
     chosen: Any = strategy
     if strategy == "custom_ddp":
-        sys.path.insert(0, package_root)
         import lightning_ddp
 
         if on_failure is not None or backend is not None:
@@ -187,9 +185,8 @@ def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = Non
     return trainer
 
 
-def time_import(*, package_root: str) -> None:
+def time_import() -> None:
     """Print `IMPORTED` with the seconds of the import of Lightning alone, and of both packages."""
-    sys.path.insert(0, package_root)
     start = time.perf_counter()
     importlib.import_module("pytorch_lightning")
     between = time.perf_counter()
@@ -197,9 +194,7 @@ def time_import(*, package_root: str) -> None:
     _say(f"IMPORTED {json.dumps([between - start, time.perf_counter() - start])}")
 
 
-def time_fits(
-    *, turns: list[str], package_root: str, devices: int, num_steps: int, num_warmup: int, model: str
-) -> None:
+def time_fits(*, turns: list[str], devices: int, num_steps: int, num_warmup: int, model: str) -> None:
     """Print `STEP_SECONDS` with the mean step of one fit for each value of `on_failure` in `turns`.
 
     The steps, of a model of `models.py` on a part of a sample, are timed with their boundaries, after the
@@ -208,7 +203,6 @@ def time_fits(
     import pytorch_lightning as pl
     import torch
 
-    sys.path.insert(0, package_root)
     import lightning_ddp
     from lightning_ddp.tools.models import build_workload, compute_loss
 

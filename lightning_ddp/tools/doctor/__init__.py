@@ -195,7 +195,7 @@ class _Examination:
     def _examine_processes(self, plan: Plan) -> None:
         count, limit_s = self._args.processes, 4 * plan.timeout_s
         try:
-            self._answers = run_ranks(_examine_rank, (plan, self._env), world_size=count, timeout_s=limit_s)
+            self._answers = run_ranks(_examine_rank, plan, self._env, world_size=count, timeout_s=limit_s)
         except ToolError as error:
             raise _Problem("all-reduce", f"{count} processes on this machine: {error}") from error
 
@@ -325,9 +325,9 @@ class _Examination:
         return 1 if worst(findings) == "FAIL" else 0
 
 
-def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
+def _examine_rank(context: RankContext, plan: Plan, env: dict[str, str]) -> dict[str, Any]:
     rank, world_size = context.rank, context.world_size
-    return examine(context.store, *settings, rank=rank, local_rank=rank, world_size=world_size)
+    return examine(context.store, plan, env, rank=rank, local_rank=rank, world_size=world_size)
 
 
 def format_report(answers: Sequence[Answer], findings: Sequence[Finding]) -> str:

@@ -32,7 +32,7 @@ from lightning_ddp.tools.doctor.trials import HOST_WAITS, trials_of
 from lightning_ddp.tools.doctor.verify import Settings, shorten, stop_problem, try_in_ranks
 from lightning_ddp.tools.drawing import draw_bars, save_panels
 from lightning_ddp.tools.ranks import run_ranks
-from lightning_ddp.tools.recorded_run import RecordSettings, host_advice, record_steps
+from lightning_ddp.tools.recorded_run import host_advice, record_steps
 from lightning_ddp.tools.scripts import RUN, FailedRun, run_to_fault
 
 _STALL_S: Final = 4.0
@@ -167,7 +167,7 @@ def _host_time(site: _Site) -> str:
         raise _NotHere("the device is the host")
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"device": site.settings.device, "timeout_s": 4 * site.settings.timeout_s}
-        run_ranks(record_steps, RecordSettings("convbn40", folder, 20), world_size=site.size, **options)
+        run_ranks(record_steps, "convbn40", folder, 20, world_size=site.size, **options)
         advice = host_advice(load_folder(Path(folder))[0].steps)
     num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     return f"convbn40, {num_nodes} NUMA nodes: {advice or 'the GPU does not wait for the host'}"
