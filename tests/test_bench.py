@@ -24,8 +24,7 @@ from lightning_ddp.cli import main
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare
 from lightning_ddp.tools.bench.runs import run_to_recovery
-from lightning_ddp.tools.command_line import format_table, paired_ratio
-from lightning_ddp.tools.drawing import picture_path
+from lightning_ddp.tools.command_line import format_table, paired_ratio, picture_path
 from lightning_ddp.tools.models import MODEL_NAMES, build_workload, compute_loss
 from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks
 

@@ -32,8 +32,14 @@ from lightning_ddp.telemetry.timeline import (
     save,
 )
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import add_shared, format_table, output_path, positive_int
-from lightning_ddp.tools.drawing import picture_path, save_panels
+from lightning_ddp.tools.command_line import (
+    add_shared,
+    format_table,
+    output_path,
+    picture_path,
+    positive_int,
+    save_panels,
+)
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP, OURS, TrainingRun, build_workload
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 

@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import format_table, installed_version, output_path, paired_ratio
-from lightning_ddp.tools.drawing import draw_bars, picture_path, quartiles, save_panels
+from lightning_ddp.tools.command_line import (
+    draw_bars,
+    format_table,
+    installed_version,
+    output_path,
+    paired_ratio,
+    picture_path,
+    quartiles,
+    save_panels,
+)
 
 _PACKAGES: Final = ("torch", "pytorch-lightning", "lightning_ddp")
 

@@ -36,8 +36,13 @@ from lightning_ddp.telemetry.timeline import Recording, load_folder
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import Benchmark, Result
 from lightning_ddp.tools.bench.step import NONE, median, merge_ranks, time_hooks
-from lightning_ddp.tools.command_line import add_shared, format_table, positive_float, positive_int
-from lightning_ddp.tools.drawing import save_panels
+from lightning_ddp.tools.command_line import (
+    add_shared,
+    format_table,
+    positive_float,
+    positive_int,
+    save_panels,
+)
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP
 from lightning_ddp.tools.ranks import RankContext, run_ranks, timed
 from lightning_ddp.tools.recorded_run import record_steps

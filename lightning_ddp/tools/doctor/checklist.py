@@ -25,12 +25,11 @@ from lightning_ddp.comm import nccl
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import progress_bar
+from lightning_ddp.tools.command_line import draw_bars, progress_bar, save_panels
 from lightning_ddp.tools.doctor.drill import DRILLS, run_drill
 from lightning_ddp.tools.doctor.machine import Finding, Level, gather_facts
 from lightning_ddp.tools.doctor.trials import HOST_WAITS, trials_of
 from lightning_ddp.tools.doctor.verify import Settings, shorten, stop_problem, try_in_ranks
-from lightning_ddp.tools.drawing import draw_bars, save_panels
 from lightning_ddp.tools.ranks import run_ranks
 from lightning_ddp.tools.recorded_run import host_advice, record_steps
 from lightning_ddp.tools.scripts import RUN, FailedRun, run_to_fault
