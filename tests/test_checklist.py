@@ -108,13 +108,13 @@ def test_a_variable_that_breaks_something_is_named(variable, value, item, says, 
 
 
 ABORT_HANGS = """
-import lightning_ddp.tools.doctor.drill as drill, threading
+import lightning_ddp.tools.doctor.checklist as drill, threading
 drill._LIMIT_S = 1.0
 drill.wait_for_aborts = threading.Event().wait
 """
 
 DESTROY_HANGS = """
-import lightning_ddp.tools.doctor.drill as drill, threading
+import lightning_ddp.tools.doctor.checklist as drill, threading
 drill._LIMIT_S = 1.0
 sound, calls = drill.destroy_groups, []
 def destroy():
@@ -124,7 +124,7 @@ drill.destroy_groups = destroy
 """
 
 MEMORY_IS_KEPT = """
-import lightning_ddp.tools.doctor.drill as drill
+import lightning_ddp.tools.doctor.checklist as drill
 sound, kept = drill.retire_groups, []
 def retire(groups):
     kept.append(bytearray(b"1") * 2**22)

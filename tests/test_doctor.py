@@ -15,8 +15,7 @@ from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
 from lightning_ddp.tools.doctor import diagnosis, format_report, machine
-from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place
-from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
+from lightning_ddp.tools.doctor.machine import Finding, Plan, examine, exchange, gather_facts, place
 
 TORCHRUN = {
     "RANK": "3",
@@ -212,7 +211,7 @@ def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
     """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
     devices = {"backend": "nccl", "devices": ["A"]}
     monkeypatch.setattr(
-        "lightning_ddp.tools.doctor.measure.gather_facts",
+        "lightning_ddp.tools.doctor.machine.gather_facts",
         lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
     )
     store = dist.HashStore()

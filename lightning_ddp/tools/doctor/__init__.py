@@ -40,7 +40,10 @@ from lightning_ddp.tools.doctor.machine import (
     LEVELS,
     DeadlinePassed,
     Finding,
+    Plan,
     addresses,
+    examine,
+    exchange,
     gather_facts,
     interface_to,
     place,
@@ -49,7 +52,6 @@ from lightning_ddp.tools.doctor.machine import (
     within,
     worst,
 )
-from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
 from lightning_ddp.tools.doctor.verify import run_checks
 from lightning_ddp.tools.ranks import RankContext, run_ranks
 

@@ -12,7 +12,7 @@ from lightning_ddp.tools.doctor.machine import Finding, Level
 
 T = TypeVar("T")
 Answer = Mapping[str, Any]
-"""Facts of a rank from `measure.examine`, or from `gather_facts` of a single process."""
+"""Facts of a rank from `machine.examine`, or from `gather_facts` of a single process."""
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Variable with which a user names the interface."""
