@@ -59,7 +59,7 @@ def test_a_sound_engine_passes_every_check(num_ranks, capsys):
     assert status == 0
     assert {*trials_of("cpu"), "host waits", KILLED} <= found.keys()
     others = "rank 0" if num_ranks == 2 else "ranks 0-2"
-    assert f"rank {num_ranks - 1} was killed in training; {others} raised PeerFailure" in found[KILLED][1]
+    assert f"rank {num_ranks - 1} failed in training (kill); {others} raised PeerFailure" in found[KILLED][1]
     assert "ours / torch's DDP" in found["step time"][1]
     assert found["host waits"][1].startswith("not applicable")
 
@@ -201,7 +201,7 @@ OF_THE_SECOND_TIER = {
         UNREPORTED_DEATH,
         ["killed"],
         {KILLED},
-        "rank 1 was killed in training: rank 0 raised .*, expected PeerFailure of 1",
+        r"rank 1 failed in training \(kill\): rank 0 raised .*, expected PeerFailure of 1",
     ),
 }
 

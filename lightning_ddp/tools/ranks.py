@@ -23,7 +23,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -51,18 +50,14 @@ _PROGRESS_KEY = "progress"
 _POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that are being timed
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankContext:
-    """Rank, device and store of a worker's process."""
+class RankContext(NamedTuple):
+    """Rank, current device and store of a worker's process; each replica has a separate process group."""
 
     rank: int
     world_size: int
-    replica: int = 0
-    """Index of this process's replica; each replica has a separate process group."""
+    replica: int
     device: torch.device
-    """Device of this rank; with CUDA it is the current device."""
     store: Store
-    """The parent's store."""
 
     def advance(self) -> None:
         """Count one unit of progress, on rank 0 only; one round trip to the parent."""
@@ -229,8 +224,7 @@ def _run_rank(index: int, meeting: _Meeting, all_made: Barrier) -> None:
         timeout=timedelta(seconds=meeting.timeout_s),
         device_id=device if has_nccl else None,
     )
-    size = meeting.world_size
-    context = RankContext(rank=rank, world_size=size, replica=replica, device=device, store=store)
+    context = RankContext(rank, meeting.world_size, replica, device, store)
     try:
         store.set(f"result/{replica}/{rank}", json.dumps(meeting.worker(context, *meeting.arguments)))
         dist.barrier()  # no rank exits while another rank still communicates

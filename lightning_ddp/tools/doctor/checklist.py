@@ -33,10 +33,10 @@ from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import draw_bars, progress_bar, save_panels
 from lightning_ddp.tools.doctor.machine import Finding, Level, gather_facts, within
 from lightning_ddp.tools.doctor.trials import HOST_WAITS, Ranks, Verdict, store_verdict, trials_of
-from lightning_ddp.tools.doctor.verify import Settings, shorten, stop_problem, try_in_ranks
+from lightning_ddp.tools.doctor.verify import Settings, fail_a_rank, shorten, stop_ranks, try_in_ranks
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 from lightning_ddp.tools.recorded_run import host_advice, record_steps
-from lightning_ddp.tools.scripts import RUN, FailedRun, run_to_fault
+from lightning_ddp.tools.scripts import RUN
 
 _STALL_S: Final = 4.0
 _MOST_DRAWN: Final = 60
@@ -223,19 +223,6 @@ class _Site:
             raise ToolError("; ".join(failed))
         return found[0].message if len(found) == 1 else f"{len(found)} trials"
 
-    def fail(self, fault: str, **more: Any) -> FailedRun:
-        """Run a training script in which a rank fails, by default the last; return the outcome."""
-        device = self.settings.device
-        if self.size < 2:
-            raise _NotHere("one rank has no peers")
-        if device == "cuda:0" and more.get("on_failure") == "replace":
-            raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
-        if device == "cuda:0":  # each rank is a node of its own, so that all may have that GPU
-            more |= {"function": "train_on_nodes", "num_nodes": self.size, "devices": 1, "backend": "gloo"}
-        arguments = {"victim": self.size - 1, "preload": self.settings.preload, "fault": fault, **more}
-        kind, limit_s = device.partition(":")[0], 2 * self.settings.timeout_s
-        return run_to_fault("custom_ddp", self.size, timeout_s=limit_s, accelerator=kind, **arguments)
-
 
 @contextmanager
 def _set(variables: Mapping[str, str]) -> Iterator[None]:
@@ -286,9 +273,7 @@ def _watchdog(site: _Site) -> str:
     return f"set with on_failure: {nccl.WATCHDOG_VARIABLES}"
 
 
-def _drilled(site: _Site, name: str, *, needs_device: bool = False) -> str:
-    if needs_device and site.settings.device == "cpu":
-        raise _NotHere("no GPU")
+def _drilled(site: _Site, name: str) -> str:
     found = site.drilled.get(name)
     if found is None or found.level == "FAIL":
         raise ToolError("not run, as the drill had stopped before" if found is None else found.message)
@@ -312,8 +297,6 @@ def _step_time(site: _Site) -> str:
 
 
 def _host_time(site: _Site) -> str:
-    if site.settings.device == "cpu":
-        raise _NotHere("the device is the host")
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"device": site.settings.device, "timeout_s": 4 * site.settings.timeout_s}
         run_ranks(record_steps, "convbn40", folder, 20, world_size=site.size, **options)
@@ -328,15 +311,10 @@ def _slow_link(site: _Site) -> str:
     return site.tried(["hook fp16", "hook int8", "hook powersgd"], {"NCCL_P2P_DISABLE": "1"})
 
 
-def _stops(site: _Site, fault: str = "kill", *, needs_device: bool = False, **more: Any) -> str:
-    """Check that all ranks end when one fails by `fault`; return the times as text, or raise."""
-    if needs_device and site.settings.device == "cpu":
-        raise _NotHere("no GPU")
-    found = site.fail(fault, **more)
-    problem = stop_problem(found, more.get("victim", site.size - 1), site.size)
-    if problem is not None:
-        raise ToolError(problem)
-    return f"named after {max(found.learned_s):.2f} s, all gone after {found.gone_s:.2f} s"
+def _stops(site: _Site, fault: str = "kill", **more: Any) -> str:
+    if site.size < 2:
+        raise _NotHere("one rank has no peers")
+    return stop_ranks(site.settings, fault, **more)
 
 
 def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1) -> str:
@@ -345,7 +323,7 @@ def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regr
         raise _NotHere(f"needs {least} ranks")
     figures = []
     for given in faults:
-        found = site.fail(**{"fault": "kill", "on_failure": "shrink", **given})
+        found = fail_a_rank(site.settings, **{"fault": "kill", "on_failure": "shrink", **given})
         if found.exit_code or found.num_left or not found.resumed_s or len(found.regroups_s) < num_regroups:
             raise ToolError(
                 f"{given}: exit code {found.exit_code}, {len(found.regroups_s)} of {num_regroups} recoveries,"
@@ -353,6 +331,12 @@ def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regr
             )
         figures.append(f"{given.get('moment', 'forward')} {found.resumed_s:.2f} s")
     return f"next step after: {', '.join(figures)}"
+
+
+def _replaces(site: _Site) -> str:
+    if site.settings.device == "cuda:0":
+        raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
+    return _continues(site, _REPLACED, num_regroups=2)
 
 
 def _nodes(site: _Site) -> str:
@@ -373,8 +357,8 @@ ITEMS: Final[Mapping[str, Callable[[_Site], str]]] = {
     "9 death before the group": partial(_stops, moment="start"),
     "10 abort in backward": partial(_stops, moment="backward"),
     "11 messages of pairs": partial(_drilled, name="communicate"),
-    "12 abort behind kernels": partial(_drilled, name="abort", needs_device=True),
-    "13 device after an abort": partial(_drilled, name="rejoin", needs_device=True),
+    "12 abort behind kernels": partial(_drilled, name="abort"),
+    "13 device after an abort": partial(_drilled, name="rejoin"),
     "14 memory kept": partial(_drilled, name="repeat"),
     "15 first group": partial(_drilled, name="begin"),
     "16 two communicators": partial(_drilled, name="communicate"),
@@ -386,15 +370,18 @@ ITEMS: Final[Mapping[str, Callable[[_Site], str]]] = {
     "22 exception": partial(_stops, fault="exception"),
     "23 SIGKILL": lambda site: _continues(site, *({"moment": moment} for moment in _MOMENTS)),
     "24 SIGSTOP": lambda site: _continues(site, {"fault": "stop", "stall_s": _STALL_S}),
-    "25 out of memory": partial(_stops, fault="memory", needs_device=True),
-    "26 illegal address": partial(_stops, fault="address", needs_device=True),
+    "25 out of memory": partial(_stops, fault="memory"),
+    "26 illegal address": partial(_stops, fault="address"),
     "27 death of rank 0": partial(_stops, victim=0),
     "28 two at once": lambda site: _continues(site, {"num_victims": 2}, least=3),
-    "29 replacement": lambda site: _continues(site, _REPLACED, num_regroups=2),
+    "29 replacement": _replaces,
     "30 many recoveries": partial(_drilled, name="repeat"),
     "31 two nodes": _nodes,
 }
 """Items in the order of the day, by number and name: functions that return a figure, or raise."""
+
+_NEED_A_GPU: Final = ("12", "13", "20", "25", "26")
+"""Numbers of the items about the device."""
 
 
 # ---------------------------------------------------------------------- the command
@@ -416,7 +403,7 @@ def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[F
             for name, item in chosen.items():
                 start = time.monotonic()
                 with _set(variables):
-                    level, message = _answer(site, item)
+                    level, message = _answer(site, name, item)
                 findings.append(Finding(level, f"{name}, {site.backend}", message))
                 seconds[findings[-1].check] = time.monotonic() - start
                 bar.update()
@@ -432,8 +419,10 @@ def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[F
     return findings
 
 
-def _answer(site: _Site, item: Callable[[_Site], str]) -> tuple[Level, str]:
+def _answer(site: _Site, name: str, item: Callable[[_Site], str]) -> tuple[Level, str]:
     try:
+        if site.settings.device == "cpu" and name.startswith(_NEED_A_GPU):
+            raise _NotHere("no GPU")
         return "PASS", item(site)
     except _NotHere as reason:
         return "NOT HERE", str(reason)
