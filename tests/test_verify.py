@@ -23,7 +23,6 @@ from lightning_ddp.tools.doctor.trials import (
     AVERAGERS,
     HOOKS,
     HOST_WAITS,
-    Claim,
     Ranks,
     Verdict,
     trials_of,
@@ -274,10 +273,10 @@ def test_more_ranks_than_gpus_are_an_error(capsys):
 def test_a_verdict_counts_what_is_not_finite_as_wrong_and_keeps_the_first_problem():
     verdict = Verdict()
     one = torch.ones(2)
-    verdict.check("here", Claim("x", one, one + 1e-3, 1e-2))
+    verdict.check("here", "x", one, one + 1e-3, 1e-2)
     assert (verdict.problem, verdict.num_values) == (None, 2)
     assert verdict.largest == pytest.approx(0.1, rel=1e-3)
-    verdict.check("here", Claim("x", torch.tensor([1.0, math.nan]), one, 1.0))
+    verdict.check("here", "x", torch.tensor([1.0, math.nan]), one, 1.0)
     assert verdict.problem == "here: x is nan where 1 +/- 1 is expected (1 of 2 numbers are wrong)"
-    verdict.check("there", Claim("y", one, 2 * one, 0.0))
+    verdict.check("there", "y", one, 2 * one, 0.0)
     assert verdict.problem.startswith("here")
