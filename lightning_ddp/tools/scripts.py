@@ -58,27 +58,26 @@ class _Script:
         """Return an error that says `what` and shows the end of the script's output."""
         return ToolError(f"{self.label} {what}:\n{self.text[-_TAIL:]}")
 
-    def value_of(self, mark: str) -> str | None:
-        """Return the rest of the first output line that begins with `mark`; None without such a line."""
-        found = re.search(rf"^{mark} (.*)$", self.text, re.MULTILINE)
-        return found and found[1]
+    def events(self, kind: str) -> list[Any]:
+        """Return the JSON values of the output lines that begin with `kind`, in order."""
+        return [json.loads(value) for value in re.findall(rf"^{kind} (.*)\n", self.text, re.MULTILINE)]
 
-    def run_to(self, mark: str, timeout_s: float, *, ends_there: bool = False) -> str:
-        """Wait for the script's end, or with `ends_there` for a line; return the rest of the line.
+    def run_to(self, kind: str, timeout_s: float, *, ends_there: bool = False) -> Any:
+        """Wait for the script's end, or with `ends_there` for an event; return the value of the event.
 
         Raises:
-            ToolError: the script fails, ends without the line, or takes more than `timeout_s` seconds.
+            ToolError: the script fails, ends without the event, or takes more than `timeout_s` seconds.
         """
-        while self.process.poll() is None and not (ends_there and self.value_of(mark)):
+        while self.process.poll() is None and not (ends_there and self.events(kind)):
             if time.time() > self.started_at + timeout_s:
                 raise self.failed(f"was still running after {timeout_s:g} s")
             time.sleep(_POLL_S)
-        status, found = self.process.poll(), self.value_of(mark)
+        status, found = self.process.poll(), self.events(kind)
         if status:
             raise self.failed(f"ended with status {status}")
-        if found is None:
-            raise self.failed(f"did not reach {mark}")
-        return found
+        if not found:
+            raise self.failed(f"did not reach {kind}")
+        return found[0]
 
     def memory_mib(self) -> float:
         """Return the memory of the script's processes in MiB; a page shared by several counts once."""
@@ -135,7 +134,7 @@ class Commit(NamedTuple):
     moment_s: float
     step: int
     rank: int
-    samples: list[str]
+    samples: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,24 +174,22 @@ def run_to_fault(
     with started(TRAINING, {**common, **arguments}, launcher) as running:
         while running.alive() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        gone, num_left, text = time.time(), len(running.alive()), running.text
+        gone, num_left = time.time(), len(running.alive())
         exit_code = running.process.wait() if num_left == 0 else running.process.poll()
-        fault_line = re.search(r"FAULT (\d+\.\d+)", text)
-        if fault_line is None:
+        faults, raised = running.events("FAULT"), running.events("RAISED")
+        regroups, committed = running.events("REGROUP"), running.events("COMMIT")
+        if not faults:
             raise running.failed("reached no fault")
-    start = float(fault_line[1])
-    told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", text)
-    regroups = re.findall(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
-    lines = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", text, re.MULTILINE)
-    commits = [Commit(float(at) - start, int(step), int(rank), ids.split()) for at, step, rank, ids in lines]
+    start = faults[0]
+    commits = [Commit(at - start, *rest) for at, *rest in committed]
     after = [commit.moment_s for commit in commits if commit.step > arguments.get("fault_step", 3)]
     return FailedRun(
-        learned_s=tuple(float(moment) - start for _, _, moment in told),
-        raised={int(rank): what for rank, what, _ in told},
+        learned_s=tuple(at - start for at, _, _ in raised),
+        raised={rank: what for _, rank, what in raised},
         gone_s=gone - start,
         num_left=num_left,
         exit_code=exit_code,
-        regroups_s=tuple(map(float, regroups)),
+        regroups_s=tuple(regroups),
         resumed_s=min(after, default=None),
         commits=commits,
     )

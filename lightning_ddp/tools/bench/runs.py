@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -94,15 +93,14 @@ def time_first_batch(
     Returns the seconds from its start, and the memory of its processes then in MiB.
     """
     with started(script, arguments, launcher) as running:
-        moment = float(running.run_to("FIRST_BATCH", timeout_s, ends_there=True))
+        moment: float = running.run_to("FIRST_BATCH", timeout_s, ends_there=True)
         return moment - running.started_at, running.memory_mib()
 
 
 def time_import(timeout_s: float) -> dict[str, float]:
     """Return the seconds to import Lightning alone, and to import it with this package, in a new process."""
     with started(TRAINING, {"function": "time_import"}) as running:
-        seconds = json.loads(running.run_to("IMPORTED", timeout_s))
-    return dict(zip((ALONE, WITH_OURS), seconds, strict=True))
+        return dict(zip((ALONE, WITH_OURS), running.run_to("IMPORTED", timeout_s), strict=True))
 
 
 LAUNCH: Final = Benchmark(
@@ -288,7 +286,7 @@ def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[st
         "turns": [*_MODES, *turns],
     }
     with started(TRAINING, arguments, RUN) as running:
-        seconds = json.loads(running.run_to("STEP_SECONDS", timeout_s * (num_rounds + 1)))[len(_MODES) :]
+        seconds = running.run_to("STEP_SECONDS", timeout_s * (num_rounds + 1))[len(_MODES) :]
     return {mode: [s for s, turn in zip(seconds, turns, strict=True) if turn == mode] for mode in _MODES}
 
 

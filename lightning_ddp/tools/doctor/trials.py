@@ -300,14 +300,10 @@ def _local_gradients(module: nn.Module, batch: Tensor) -> Tensor:
 
 def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) -> None:
     """Check that gradients are the mean of the ranks' own, and all results equal torch's DDP."""
-    torchs: dict[str, Any] = {
-        "gradient_as_bucket_view": True,
-        "static_graph": False,
-        "bucket_cap_mb": _CAP_MB,
-    }
+    torchs: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": False}
     torchs |= {name: flags[name] for name in flags.keys() & torchs.keys()}
     ours = _ours(ranks, flags=flags)
-    theirs = _Training(DistributedDataParallel(ranks.build(), **torchs))
+    theirs = _Training(DistributedDataParallel(ranks.build(), bucket_cap_mb=_CAP_MB, **torchs))
     # The sums of two ranks have one order; else the terms may cancel, so the bound is that of the largest.
     tolerance = 0.0 if ranks.size <= 2 else 1e-5
     for step in range(_NUM_STEPS):
