@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -166,57 +166,48 @@ def _interpolate(known: Sequence[tuple[int, float]], reached: int) -> float:
 # ---------------------------------------------------------------------- cost of a collective
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferCost:
-    """Model of a message's duration: latency plus time per byte (Hockney, Parallel Computing 20, 1994)."""
+def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return latency and seconds per byte, not negative, with the least sum of squared relative errors.
 
-    latency_s: float
-    """Duration of a message without bytes, in seconds."""
-    seconds_per_byte: float
+    Relative errors, as the samples (bytes, seconds) span several magnitudes.
 
-    @classmethod
-    def fit(cls, samples: Sequence[tuple[int, float]]) -> TransferCost:
-        """Return the model with the least sum of squared relative errors and no negative coefficients.
-
-        Relative errors, as the bytes and seconds of the samples span several magnitudes.
-
-        Raises:
-            ConfigurationError: there is no sample, or one with a time of 0.
-        """
-        if not samples or min(seconds for _, seconds in samples) <= 0:
-            raise ConfigurationError(f"samples {list(samples)!r}: expected bytes with seconds above 0")
-        # least squares of  latency / t + slope * n / t = 1
-        rows = [(1 / seconds, num_bytes / seconds) for num_bytes, seconds in samples]
-        a, b = map(sum, zip(*rows, strict=True))
-        aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-        determinant = aa * bb - ab * ab
-        if determinant > 1e-12 * aa * bb:
-            latency_s, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-            if latency_s < 0:
-                return cls(latency_s=0.0, seconds_per_byte=b / bb)
-            if slope >= 0:
-                return cls(latency_s=latency_s, seconds_per_byte=slope)
-        return cls(latency_s=a / aa, seconds_per_byte=0.0)
+    Raises:
+        ConfigurationError: there is no sample, or one with a time of 0.
+    """
+    if not samples or min(seconds for _, seconds in samples) <= 0:
+        raise ConfigurationError(f"samples {list(samples)!r}: expected bytes with seconds above 0")
+    # least squares of  latency / t + slope * n / t = 1
+    rows = [(1 / seconds, num_bytes / seconds) for num_bytes, seconds in samples]
+    a, b = map(sum, zip(*rows, strict=True))
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        latency_s, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if latency_s < 0:
+            return 0.0, b / bb
+        if slope >= 0:
+            return latency_s, slope
+    return a / aa, 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class HookCost:
-    """Cost of a hook, measured with two ranks, per byte of the gradients."""
+class HookCost(NamedTuple):
+    """Bytes that a rank sends, and seconds of its codec, per byte of the gradients; measured with two ranks."""
 
     size_ratio: float
-    """Bytes that a rank sends."""
     codec_s: float
-    """Seconds of encoding and decoding."""
     gathers: bool
     """True if a rank sends and decodes the data of all ranks, which does not shrink when it is summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Model of a full-duplex link between neighboring ranks; all links are equal."""
+    """Model of a full-duplex link between neighboring ranks; all links are equal.
 
-    hop: TransferCost
-    """Cost of a message between neighbors."""
+    A message takes its latency plus a time per byte (Hockney, Parallel Computing 20, 1994).
+    """
+
+    latency_s: float
+    seconds_per_byte: float
     algorithm: Literal["ring", "tree"] = "ring"
     """`ring`: 2 (N-1) hops with 1/N of the bytes each, as in gloo, and in NCCL with large tensors. `tree`:
     two binary trees that share the bytes, 2 log2(N) hops, as in NCCL with many ranks; not for gathers."""
@@ -239,8 +230,8 @@ class Link:
         elif self.algorithm == "tree":
             num_hops = 2.0 * math.ceil(math.log2(num_ranks))
         cpu_s = sent * self.cpu_seconds_per_byte
-        link_s = max(sent * self.hop.seconds_per_byte, cpu_s)  # no faster than the CPU
-        return codec_s + num_hops * self.hop.latency_s, link_s, codec_s + cpu_s
+        link_s = max(sent * self.seconds_per_byte, cpu_s)  # no faster than the CPU
+        return codec_s + num_hops * self.latency_s, link_s, codec_s + cpu_s
 
 
 def schedule(
@@ -267,26 +258,15 @@ def schedule(
 # ---------------------------------------------------------------------- duration of a step
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """Predicted step time and efficiency with N ranks; for averagers, the mean over a period."""
-
-    num_ranks: int
-    step_s: float
-    efficiency: float
-    """Speed of N ranks relative to N times that of one."""
-
-
-def predict(profile: StepProfile, link: Link, num_ranks: int, hook: HookCost | None = None) -> Prediction:
-    """Return the predicted step time if the reducer, or a hook, averages the gradients."""
+def predict(profile: StepProfile, link: Link, num_ranks: int, hook: HookCost | None = None) -> float:
+    """Return the predicted seconds of a step if the reducer, or a hook, averages the gradients."""
     done_s, cpu_s = schedule(profile.ready, link, num_ranks, hook)
     end_s = max(profile.backward_end_s, done_s[-1], (profile.backward_end_s + cpu_s) / link.cores)
-    step_s = end_s + profile.rest_s
-    return Prediction(num_ranks=num_ranks, step_s=step_s, efficiency=profile.compute_s / step_s)
+    return end_s + profile.rest_s
 
 
-def predict_averager(profile: StepProfile, plan: AveragerPlan, link: Link, num_ranks: int) -> Prediction:
-    """Return the predicted mean step time in the local phase of an averager.
+def predict_averager(profile: StepProfile, plan: AveragerPlan, link: Link, num_ranks: int) -> float:
+    """Return the predicted mean seconds of a step in the local phase of an averager.
 
     Parameters are assumed to have as many bytes as gradients. The averager's own arithmetic, buffers and
     averaged optimizer state are not included.
@@ -303,8 +283,8 @@ def predict_averager(profile: StepProfile, plan: AveragerPlan, link: Link, num_r
     chunks = [(min(_CHUNK_BYTES, num_bytes - at), 0.0) for at in range(0, num_bytes, _CHUNK_BYTES)]
     done_s, _ = schedule(chunks, link, num_ranks)
     hidden_s = getattr(options, "delay", 0) * profile.compute_s
-    step_s = profile.compute_s + max(0.0, done_s[-1] - hidden_s) * num_fragments / options.period
-    return Prediction(num_ranks=num_ranks, step_s=step_s, efficiency=profile.compute_s / step_s)
+    exposed_s: float = max(0.0, done_s[-1] - hidden_s) * num_fragments / options.period
+    return profile.compute_s + exposed_s
 
 
 # ---------------------------------------------------------------------- measured here
@@ -333,7 +313,7 @@ def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
     hooks, checks_ms = {}, {}
     for text, spec in specs.items():
         hooks[text] = None if spec is None else _hook_cost(spec["name"], rows[text], profile.num_bytes)
-        predicted_s = predict(profile, link, _NUM_RANKS, hooks[text]).step_s
+        predicted_s = predict(profile, link, _NUM_RANKS, hooks[text])
         checks_ms[text] = 1e3 * predicted_s, 1e3 * median(rows[text], "seconds")
     return Calibration(profile, link, hooks, checks_ms)
 
@@ -349,13 +329,13 @@ def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
         size: statistics.median(seconds for num_bytes, seconds, _ in probes if num_bytes == size)
         for size in _PROBE_BYTES
     }
-    line, largest = TransferCost.fit(list(medians.items())), max(_PROBE_BYTES)
-    cpu_s = statistics.median(of_cpu for num_bytes, _, of_cpu in probes if num_bytes == largest)
-    hop = replace(line, latency_s=line.latency_s / 2)
+    both_s, seconds_per_byte = fit_line(list(medians.items()))
+    link, largest = Link(latency_s=both_s / 2, seconds_per_byte=seconds_per_byte), max(_PROBE_BYTES)
     if not is_cpu:
-        return Link(hop=hop)
+        return link
+    cpu_s = statistics.median(of_cpu for num_bytes, _, of_cpu in probes if num_bytes == largest)
     cores = (os.cpu_count() or 1) / _NUM_RANKS
-    return Link(hop=hop, num_in_flight=_GLOO_IN_FLIGHT, cpu_seconds_per_byte=cpu_s / largest, cores=cores)
+    return replace(link, num_in_flight=_GLOO_IN_FLIGHT, cpu_seconds_per_byte=cpu_s / largest, cores=cores)
 
 
 def _calibrate(
@@ -428,27 +408,31 @@ def _measure(args: argparse.Namespace) -> Result:
         recorded = StepProfile.from_recordings(load_folder(args.from_timeline))
 
     here = calibrate(args, specs)
-    hop = here.link.hop
+    given: dict[str, Any] = {"algorithm": args.algorithm}
     if args.latency_us is not None:
-        hop = replace(hop, latency_s=args.latency_us / 1e6)
+        given["latency_s"] = args.latency_us / 1e6
     if args.gbit is not None:
-        hop = replace(hop, seconds_per_byte=8e-9 / args.gbit)
-    link = here.link if recorded is None else Link(hop=hop)
-    link = replace(link, hop=hop, algorithm=args.algorithm)
+        given["seconds_per_byte"] = 8e-9 / args.gbit
+    link = replace(here.link, **given) if recorded is None else Link(**given)
     profile = recorded or here.profile
-    contenders: dict[str, Callable[[int], Prediction]] = {
+    contenders: dict[str, Callable[[int], float]] = {
         text: partial(predict, profile, link, hook=hook) for text, hook in here.hooks.items()
     }
     contenders |= {text: partial(predict_averager, profile, plan, link) for text, plan in plans.items()}
     for cap_mb in args.bucket_caps_mb:
         buckets = profile.rebucketed(bucket_caps_bytes(cap_mb))
         contenders[f"bucket_cap_mb={cap_mb:g}"] = partial(predict, buckets, link)
+
+    def of_ranks(step_s: Callable[[int], float], num_ranks: int) -> dict[str, float]:
+        seconds = step_s(num_ranks)
+        return {"num_ranks": num_ranks, "step_s": seconds, "efficiency": profile.compute_s / seconds}
+
     return Result(
         settings={k: v for k, v in vars(args).items() if v is None or isinstance(v, (int, float, str, list))},
         extra={
             "steps": str(args.from_timeline or args.model),
-            "hop": asdict(link.hop),
-            "predictions": {name: [asdict(of(n)) for n in args.ranks] for name, of in contenders.items()},
+            "hop": {"latency_s": link.latency_s, "seconds_per_byte": link.seconds_per_byte},
+            "predictions": {name: [of_ranks(of, n) for n in args.ranks] for name, of in contenders.items()},
             "checks_ms": here.checks_ms,
         },
     )
