@@ -191,7 +191,7 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class HookCost(NamedTuple):
-    """Bytes that a rank sends, and seconds of its codec, per byte of the gradients; measured with two ranks."""
+    """Bytes that a rank sends, and seconds of its codec, per byte of the gradients, with two ranks."""
 
     size_ratio: float
     codec_s: float
