@@ -127,7 +127,6 @@ class TrainingRun:
     """A model in training: wrapped, with its optimizer and its batch. All ranks must construct it."""
 
     def __init__(self, contender: str, workload: Workload, device: torch.device) -> None:
-        self.contender = contender
         self.batch = workload.batch.to(device)
         self.module = workload.module.to(device)
         self.wrapped = wrap(contender, self.module, device)
@@ -140,22 +139,9 @@ class TrainingRun:
         compute_loss(self.wrapped(self.batch)).backward()
         self._optimizer.step()
 
-    def state_after_one_step(self, workload: Workload) -> dict[str, Tensor]:
-        """Do one step from the weights of a workload; return the state that is the same on all ranks.
-
-        That is "gradients", and "buffers" if the model has floating-point buffers, each as one vector.
-        """
+    def gradients_from(self, workload: Workload) -> Tensor:
+        """Do one step from the weights of a workload; return all gradients as one vector on the CPU."""
         self.module.load_state_dict(workload.module.state_dict())
         self.step()
-        gradients = []
-        for name, parameter in self.wrapped.named_parameters():
-            if parameter.grad is None:
-                raise RuntimeError(f"{self.contender} left {name} without a gradient")
-            gradients.append(parameter.grad.flatten())
-        state = {"gradients": torch.cat(gradients)}
-        self.wrapped.eval()
-        with torch.no_grad():
-            self.wrapped(self.batch)  # synchronizes the buffers
-        self.wrapped.train()
-        buffers = [buffer.flatten() for buffer in self.wrapped.buffers() if buffer.is_floating_point()]
-        return {**state, "buffers": torch.cat(buffers)} if buffers else state
+        gradients: list[Any] = [parameter.grad for parameter in self.wrapped.parameters()]
+        return torch.cat([gradient.flatten() for gradient in gradients]).cpu()

@@ -57,7 +57,7 @@ _CONTENDERS_HELP: Final = (
     " batched_grad_copy)"
 )
 _TOLERANCE: Final = 1e-3  # relative; rounding stays far below, no communication is 5 to 1000 times above
-_MOST_COMPARED: Final = 8192
+_NUM_COMPARED: Final = 8192
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -172,40 +172,33 @@ def time_steps(
         reference = TORCH_DEFAULT if TORCH_DEFAULT in contenders else contenders[0]
         key = f"state/{model}/{context.rank}"
         with turns.turn(sorted(contenders, key=lambda name: name != reference), mine):
-            state = run.state_after_one_step(build_workload(model, rank=context.rank))
-            found = {kind: _some(values) for kind, values in state.items()}
+            found = _some(run.gradients_from(build_workload(model, rank=context.rank)))
             if mine == reference:
-                context.store.set(key, json.dumps({kind: v.tolist() for kind, v in found.items()}))
+                context.store.set(key, json.dumps(found.tolist()))
             else:
-                expected = json.loads(context.store.get(key))
-                check_agreement(mine, found, reference, {k: torch.tensor(v) for k, v in expected.items()})
-        del run, state  # before the next model
+                check_agreement(mine, found, reference, torch.tensor(json.loads(context.store.get(key))))
+        del run  # before the next model
         gc.collect()
     return seconds
 
 
 def _some(values: Tensor) -> Tensor:
-    """Return a fixed random sample of a tensor's elements, on the CPU; all if they are few."""
-    if values.numel() <= _MOST_COMPARED:
-        return values.cpu()
+    """Return a fixed random sample of a tensor's elements."""
     generator = torch.Generator().manual_seed(values.numel())
-    return values.cpu()[torch.randint(values.numel(), (_MOST_COMPARED,), generator=generator)]
+    return values[torch.randint(values.numel(), (_NUM_COMPARED,), generator=generator)]
 
 
-def check_agreement(
-    name: str, found: Mapping[str, Tensor], reference: str, expected: Mapping[str, Tensor]
-) -> None:
-    """Raise if two contenders compute different results in one step from the same weights.
+def check_agreement(name: str, found: Tensor, reference: str, expected: Tensor) -> None:
+    """Raise if two contenders compute different gradients in one step from the same weights.
 
     Otherwise a wrapper without communication would be the fastest.
     """
-    for kind, values in found.items():
-        error = ((values - expected[kind]).norm() / expected[kind].norm()).item()
-        if not error <= _TOLERANCE:
-            raise RuntimeError(
-                f"the {kind} of {name} differ from those of {reference} by a relative {error:g} (at most"
-                f" {_TOLERANCE:g} expected), so its times are not comparable"
-            )
+    error = ((found - expected).norm() / expected.norm()).item()
+    if not error <= _TOLERANCE:
+        raise RuntimeError(
+            f"the gradients of {name} differ from those of {reference} by a relative {error:g} (at most"
+            f" {_TOLERANCE:g} expected), so its times are not comparable"
+        )
 
 
 STEP: Final = Benchmark(
