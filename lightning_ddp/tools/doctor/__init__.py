@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp.launch.interface import is_own_address
+from lightning_ddp.launch.rendezvous import open_store
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
     existing_file,
@@ -244,53 +244,42 @@ class _Examination:
 
     def _meet(self) -> Any:
         """Return a connection to the ranks' key-value store, which rank 0 opens unless torchrun has one."""
-        if self._here.rank == 0 and not self._here.has_agent_store:
+        here, limit = self._here, timedelta(seconds=self._args.timeout_s)
+        if here.rank == 0 and not here.has_agent_store:
             return self._host_store()
         address = self._find_master()
         try:
-            return self._open_store(address, is_host=False)
+            return self._opened(partial(dist.TCPStore, address, here.master_port, timeout=limit))
         except (OSError, RuntimeError) as error:
             raise _Problem(
                 "master",
-                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it"
-                " is not the store of this run. Use another MASTER_PORT on all nodes",
+                f"{here.master_addr}, port {here.master_port}: something listens there, but it is not the"
+                " store of this run. Use another MASTER_PORT on all nodes",
             ) from error
 
-    def _open_store(self, address: str, *, is_host: bool) -> Any:
-        port, timeout_s = self._here.master_port, self._args.timeout_s
-        assert port is not None  # a missing port is a finding already
-        limit = timedelta(seconds=timeout_s)
-        step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
+    def _host_store(self) -> Any:
+        """Open the store as a run does."""
+        where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
         try:
-            return within(timeout_s + 1.0, f"connecting to the store at {address}, port {port}", step)
+            store = self._opened(partial(open_store, self._here.master_addr, self._here.master_port))
+        except (OSError, RuntimeError) as error:
+            raise _Problem("port", f"{where}: {str(error).splitlines()[0]}") from error
+        self._findings.append(Finding("PASS", "port", f"{where}: free, and opened here"))
+        return store
+
+    def _opened(self, step: Callable[[], Any]) -> Any:
+        limit_s = self._args.timeout_s
+        try:
+            store = within(limit_s + 1.0, f"connecting to the store, port {self._here.master_port}", step)
         except DeadlinePassed:
             self.is_stuck = True
             raise
-
-    def _host_store(self) -> Any:
-        assert self._here.master_addr is not None  # the caller has looked
-        where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
-        address = resolve(self._here.master_addr, self._args.timeout_s)
-        if not is_own_address(address):
-            own = ", ".join(f"{a} ({name})" for name, a in addresses().items())
-            raise _Problem(
-                "master",
-                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}."
-                " Use an address that all nodes reach",
-            )
-        try:
-            store = self._open_store(address, is_host=True)
-        except (OSError, RuntimeError) as error:
-            message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]}). Another process"
-            raise _Problem("port", f"{message} uses it. Use another port on all nodes") from error
-        self._findings.append(Finding("PASS", "port", f"{where}: free, and opened here"))
+        store.set_timeout(timedelta(seconds=limit_s))
         return store
 
     def _find_master(self) -> str:
         """Wait until the master's port can be reached, and return the master's address."""
         here, timeout_s = self._here, self._args.timeout_s
-        assert here.master_addr is not None  # the findings would say so
-        assert here.master_port is not None
         address = resolve(here.master_addr, timeout_s)
         interface = interface_to(address) or "no interface"
         where = f"{here.master_addr}, port {here.master_port}, through {interface}"

@@ -169,8 +169,9 @@ class Placement:
     local_rank: int = 0
     world_size: int = 1
     num_nodes: int = 1
-    master_addr: str | None = None
-    master_port: int | None = None
+    master_addr: Any = None
+    master_port: Any = None
+    """Text and number; None only with a finding, or for a single process."""
     has_agent_store: bool = False
     """True if torchrun's agent hosts the store; otherwise rank 0 does."""
     findings: tuple[Finding, ...] = ()
