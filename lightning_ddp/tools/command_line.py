@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
+import platform
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +50,7 @@ def output_path(text: str) -> Path:
     return path
 
 
+_PACKAGES: Final = ("torch", "pytorch-lightning", "lightning", "hydra-core", "lightning_ddp")
 _COUNT: Final = {"type": positive_int, "metavar": "N"}
 _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "rounds": (("--rounds",), {**_COUNT, "help": "measured rounds"}),
@@ -121,12 +124,18 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | flo
     return "\n".join(map(line, [headers, ["-" * width for width in widths], *cells]))
 
 
-def installed_version(name: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed, such as in a source tree."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def describe_machine() -> dict[str, Any]:
+    """Return platform, CPU cores and versions (None if not installed, as in a source tree), as JSON values."""
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in versions:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    }
 
 
 def progress_bar(total: int, label: str) -> tqdm[None]:

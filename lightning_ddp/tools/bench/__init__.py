@@ -9,26 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
+    describe_machine,
     draw_bars,
     format_table,
-    installed_version,
     output_path,
     paired_ratio,
     picture_path,
     quartiles,
     save_panels,
 )
-
-_PACKAGES: Final = ("torch", "pytorch-lightning", "lightning_ddp")
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
 """Values of each round, measured in turns, by subject (a model, a start) and contender."""
@@ -140,12 +137,7 @@ class Benchmark:
         figures = {s: {name: asdict(of) for name, of in by.items()} for s, by in result.comparisons.items()}
         return {
             "benchmark": self.name,
-            "environment": {
-                "platform": platform.platform(),
-                "python": platform.python_version(),
-                "num_cpus": os.cpu_count(),
-                "packages": {name: installed_version(name) for name in _PACKAGES},
-            },
+            "environment": describe_machine(),
             "settings": result.settings,
             "unit": self.unit,
             "summary": {"comparisons": figures, **result.extra},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import platform
 import re
 import socket
 import statistics
@@ -26,7 +25,7 @@ from lightning_ddp.comm.nccl import connect, default_implementation, memory_prob
 from lightning_ddp.errors import ConfigurationError, LightningDDPError
 from lightning_ddp.launch.environment import nodes_of, variables_by_hand
 from lightning_ddp.launch.interface import interfaces, route_to
-from lightning_ddp.tools.command_line import installed_version
+from lightning_ddp.tools.command_line import describe_machine
 from lightning_ddp.tools.ranks import synchronize
 
 T = TypeVar("T")
@@ -52,7 +51,6 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 # ---------------------------------------------------------------------- this machine
 
-_PACKAGES = ("torch", "pytorch-lightning", "lightning", "hydra-core", "lightning_ddp")
 _PREFIXES = ("SLURM_", "TORCHELASTIC_", "MASTER_", "NCCL_", "GLOO_", "PL_", "LIGHTNING_DDP_", "OMP_", "CUDA_")
 _NAME = re.compile(r"NODE_RANK|((LOCAL_|GROUP_)?(RANK|WORLD_SIZE))")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
@@ -67,14 +65,11 @@ def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[
         "local_rank": local_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: installed_version(name) for name in _PACKAGES},
+        **describe_machine(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * has_cuda)],
         "backend": "nccl" if has_nccl else "gloo",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "implementation": default_implementation().name if has_nccl else None,
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "variables": {
             name: value
             for name, value in sorted(env.items())
