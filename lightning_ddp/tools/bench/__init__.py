@@ -10,10 +10,10 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
@@ -31,13 +31,11 @@ Samples = Mapping[str, Mapping[str, Sequence[float]]]
 """Values of each round, measured in turns, by subject (a model, a start) and contender."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Median and spread of one contender of a benchmark, with the ratio to a reference contender."""
+class Comparison(NamedTuple):
+    """Median and interquartile range of a contender's rounds, with the ratio to a reference contender."""
 
     median: float
     iqr: float
-    """Interquartile range over the rounds."""
     ratio: float
     """Reference / this contender: median of ratios paired by round; below 1 if the reference is smaller."""
 
@@ -100,9 +98,7 @@ class Benchmark:
     """Function that declares the options, besides `--json` and `--plot`."""
     measure: Callable[[argparse.Namespace], Result]
     table: Callable[[Result], str]
-    """Function that formats the printed table."""
     draw: Callable[..., None] = draw_medians
-    """Function that draws the result to a file, with unit and title."""
     title: str = "medians with quartiles; the ratio is ours / contender"
     """Title of the picture."""
 
@@ -134,7 +130,7 @@ class Benchmark:
         return 0
 
     def _report(self, result: Result) -> dict[str, object]:
-        figures = {s: {name: asdict(of) for name, of in by.items()} for s, by in result.comparisons.items()}
+        figures = {s: {name: of._asdict() for name, of in by.items()} for s, by in result.comparisons.items()}
         return {
             "benchmark": self.name,
             "environment": describe_machine(),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -224,7 +224,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     return Placement(
         starter="torchrun",
         rank=rank,
-        local_rank=int(env.get("LOCAL_RANK", 0)),
+        local_rank=int(env["LOCAL_RANK"]),
         world_size=world_size,
         num_nodes=num_nodes,
         master_addr=env.get("MASTER_ADDR"),
@@ -316,16 +316,12 @@ _NUM_WARM_UPS = 3  # connections and memory
 _NUM_REPEATS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Settings of the measurement of an all-reduce, the same on all ranks."""
+class Plan(NamedTuple):
+    """Size of the all-reduce to time, time limit of each network step, and interface (None: gloo's choice)."""
 
     num_bytes: int
-    """Size of the all-reduce."""
     timeout_s: float
-    """Time limit of each network step in seconds."""
     interface: str | None
-    """Interface for gloo; None for gloo's choice."""
 
 
 def examine(
