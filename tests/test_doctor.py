@@ -14,8 +14,8 @@ import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.cli import main
-from lightning_ddp.tools.doctor import diagnosis, format_report, machine
-from lightning_ddp.tools.doctor.machine import Finding, Plan, examine, exchange, gather_facts, place
+from lightning_ddp.tools.doctor import diagnosis, machine
+from lightning_ddp.tools.doctor.machine import Finding, Plan, examine, gather_facts, place
 
 TORCHRUN = {
     "RANK": "3",
@@ -187,26 +187,6 @@ def test_the_all_reduce_is_judged_by_its_bandwidth_between_hosts(host, seconds, 
 # ---------------------------------------------------------------------- measuring
 
 
-def test_ranks_exchange_what_they_have_found():
-    store = dist.HashStore()
-    plan = Plan(num_bytes=16384, timeout_s=10, interface="lo")
-
-    def work(rank: int, world_size: int, group: Any) -> Any:
-        mine = examine(store, plan, {"RANK": str(rank)}, rank=rank, local_rank=rank, world_size=world_size)
-        return exchange(store, mine, rank=rank, world_size=world_size, timeout_s=10)
-
-    both = run_threads(work, 2)
-    assert both[0] == both[1]
-    assert [a["rank"] for a in both[0]] == [0, 1]
-    assert [a["variables"]["RANK"] for a in both[0]] == ["0", "1"]
-    times = [a["all_reduce"] for a in both[0]]
-    assert times[0] == times[1], "that of the slowest rank"
-    assert times[0]["num_bytes"] == 16384
-    assert times[0]["seconds"] > 0
-    report = format_report(both[0], [Finding(level="WARN", check="all-reduce", message="slow")])
-    assert report.splitlines()[-1].startswith("WARN: ")
-
-
 def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
     """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
     devices = {"backend": "nccl", "devices": ["A"]}
@@ -352,6 +332,7 @@ def test_under_torchrun_rank_0_reports_for_all_ranks():
     assert [rank["local_rank"] for rank in document["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in document["ranks"]}) == 2
     assert document["all_reduce"]["num_bytes"] == 104856
+    assert document["all_reduce"]["seconds"] > 0
     assert {"torchrun", "all-reduce"} <= {f["check"] for f in document["findings"]}
     reached = [f["message"] for f in document["findings"] if f["check"] == "master"]
     assert sum("answers" in message for message in reached) == 1

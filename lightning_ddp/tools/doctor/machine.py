@@ -317,7 +317,7 @@ _NUM_REPEATS = 5
 
 
 class Plan(NamedTuple):
-    """Size of the all-reduce to time, time limit of each network step, and interface (None: gloo's choice)."""
+    """Size of the timed all-reduce, limit of each network step, and interface (None for gloo's choice)."""
 
     num_bytes: int
     timeout_s: float
