@@ -78,43 +78,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "size of the timed all-reduce in MiB (default: %(default)s)"
     parser.add_argument("--size-mb", type=positive_float, default=64.0, metavar="MIB", help=text)
     parser.add_argument("--json", action="store_true", help="print all results as JSON instead")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help=(
-            "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with"
-            " torch's DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less"
-            " than a minute. --processes limits the number of GPUs."
-        ),
+    text = (
+        "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with torch's"
+        " DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less than a"
+        " minute. --processes limits the number of GPUs."
     )
-    parser.add_argument(
-        "--full",
-        nargs="?",
-        type=output_path,
-        const="checklist",
-        metavar="PATH",
-        help=(
-            "with --verify: go through the checklist of a first day on hardware, with each implementation of"
-            " NCCL. Abort groups, and lose ranks in all phases of a step. An item is PASS, FAIL or NOT HERE."
-            " Write PATH.json and PATH.png (default: checklist). Takes up to 9 minutes."
-        ),
+    parser.add_argument("--verify", action="store_true", help=text)
+    text = (
+        "with --verify: go through the checklist of a first day on hardware, with each implementation of"
+        " NCCL. Abort groups, and lose ranks in all phases of a step. An item is PASS, FAIL or NOT HERE."
+        " Write PATH.json and PATH.png (default: checklist). Takes up to 9 minutes."
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="device of --verify (default: cuda if there is a GPU)"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=(),
-        metavar="CHECK",
-        help="run only those checks of --verify whose names begin with this text, such as 'hook topk'",
-    )
-    parser.add_argument(
-        "--preload",
-        type=existing_file,
-        metavar="FILE",
-        help="Python file that each rank of --verify runs first, for example to register a backend",
-    )
+    parser.add_argument("--full", nargs="?", type=output_path, const="checklist", metavar="PATH", help=text)
+    text = "device of --verify (default: cuda if there is a GPU)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=text)
+    text = "run only those checks of --verify whose names begin with this text, such as 'hook topk'"
+    parser.add_argument("--only", nargs="+", default=(), metavar="CHECK", help=text)
+    text = "Python file that each rank of --verify runs first, for example to register a backend"
+    parser.add_argument("--preload", type=existing_file, metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

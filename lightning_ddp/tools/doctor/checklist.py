@@ -169,14 +169,8 @@ class Drill:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-DRILLS: Final[Mapping[str, Callable[[Drill, Verdict], None]]] = {
-    "begin": Drill.begin,
-    "communicate": Drill.communicate,
-    "abort": Drill.abort,
-    "rejoin": Drill.rejoin,
-    "repeat": Drill.repeat,
-}
-"""Parts of the drill in running order, by name."""
+DRILLS: Final = ("begin", "communicate", "abort", "rejoin", "repeat")
+"""Parts of the drill in running order: methods of `Drill`."""
 
 
 def run_drill(context: RankContext, names: Sequence[str]) -> None:
@@ -189,7 +183,7 @@ def run_drill(context: RankContext, names: Sequence[str]) -> None:
     context.advance()
     for name in names:
         verdict = Verdict()
-        DRILLS[name](drill, verdict)
+        getattr(drill, name)(verdict)
         store_verdict(context, name, verdict)
 
 
@@ -212,7 +206,7 @@ class _Site:
 
     @cached_property
     def drilled(self) -> dict[str, Finding]:
-        return {found.check: found for found in try_in_ranks(self.settings, [*DRILLS], run_drill)}
+        return {found.check: found for found in try_in_ranks(self.settings, DRILLS, run_drill)}
 
     def tried(self, names: Sequence[str], variables: Mapping[str, str] = {}) -> str:
         """Run trials in new processes; return the figure of one, or the number of several, or raise."""
