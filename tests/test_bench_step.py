@@ -7,7 +7,6 @@ import math
 import statistics
 from pathlib import Path
 
-import harness
 import pytest
 import torch
 from harness.namespaces import can_shape_links
@@ -32,8 +31,6 @@ from lightning_ddp.tools.models import (
     TORCH_DEFAULT,
     TORCH_FLAGS,
     TORCH_VIEW,
-    TrainingRun,
-    build_workload,
     constructor_flags,
 )
 from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
@@ -107,22 +104,6 @@ def test_contender_that_computes_something_else_is_not_timed(wrong: float) -> No
     check_agreement(OURS, ones + 1e-6, TORCH_DEFAULT, ones)
     with pytest.raises(RuntimeError, match="the gradients of ours differ from those of torch_ddp by"):
         check_agreement(OURS, wrong * ones, TORCH_DEFAULT, ones)
-
-
-def gradients_before_and_after_a_change(_rank: int, _world_size: int) -> bool:
-    workload = build_workload("linear500", rank=0)
-    run = TrainingRun(OURS, workload, torch.device("cpu"))
-    first = run.gradients_from(build_workload("linear500", rank=0))
-    with torch.no_grad():
-        for parameter in workload.module.parameters():
-            parameter.mul_(1.5)
-    run.step()
-    again = run.gradients_from(build_workload("linear500", rank=0))
-    return torch.equal(first, again)
-
-
-def test_the_compared_step_starts_from_the_given_weights_whatever_came_before() -> None:
-    assert harness.run_ranks(gradients_before_and_after_a_change, 1) == [True]
 
 
 def time_steps_without_communication(context: RankContext, names: tuple[str, ...]) -> object:
