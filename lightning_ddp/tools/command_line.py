@@ -93,12 +93,9 @@ def add_choices(parser: Any, option: str, choices: Sequence[str], default: Seque
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the median over rounds of `numerator / denominator`.
+    """Return the median over rounds of `numerator / denominator`; raise `ValueError` if a round is missing.
 
     Unlike the ratio of two medians, pairing by round cancels changes between rounds, such as other load.
-
-    Raises:
-        ValueError: the lengths differ, or there is no sample.
     """
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 

@@ -101,7 +101,6 @@ CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def is_torch(contender: str) -> bool:
-    """Return True if the contender is torch's DistributedDataParallel."""
     return contender in (TORCH_DEFAULT, TORCH_VIEW, TORCH_FLAGS)
 
 
@@ -134,7 +133,6 @@ class TrainingRun:
         self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-6)
 
     def step(self) -> None:
-        """Do one training step: zero the gradients, forward, backward, update."""
         self._optimizer.zero_grad(set_to_none=True)
         compute_loss(self.wrapped(self.batch)).backward()
         self._optimizer.step()

@@ -129,8 +129,6 @@ def run_ranks(
 
     Args:
         worker: function at module level, with a result that JSON can represent.
-        arguments: objects that pickle.
-        world_size: number of ranks.
         device: "cpu" (gloo), "cuda" (NCCL, one GPU per process) or "cuda:0" (gloo, all share that GPU).
         timeout_s: seconds after which all processes are killed.
         num_replicas: number of replicas of the ranks at once, each with a separate process group.
@@ -250,11 +248,7 @@ class RoundRobin:
 
     @contextmanager
     def turn(self, order: Sequence[ItemT], mine: ItemT) -> Iterator[None]:
-        """Wait until the turn of `mine`, one in each `order`; the turn lasts as long as the block.
-
-        Raises:
-            RuntimeError: the previous turn does not end within the timeout of the store.
-        """
+        """Wait until the turn of `mine`, one in each `order`; the turn lasts as long as the block."""
         number = self._next + order.index(mine)
         self._next += len(order)
         if number:
@@ -278,11 +272,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def ip(*arguments: str) -> None:
-    """Run the command `ip` of iproute2 with these arguments.
-
-    Raises:
-        ToolError: it is not installed, or it failed.
-    """
+    """Run the command `ip` of iproute2 with these arguments; raise `ToolError` if it fails."""
     try:
         subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
     except FileNotFoundError as error:

@@ -150,7 +150,8 @@ def record_steps(
 ) -> None:
     """Train a model, and write the times of this rank's last steps to a folder.
 
-    Without `communicates` gradients are not averaged. Collective: all ranks must call it.
+    Without `communicates` gradients are not averaged.
+    Collective: all ranks must call it.
     """
     training = TrainingRun(OURS, build_workload(model, rank=context.rank), context.device)
     wrapped: Any = training.wrapped
@@ -267,10 +268,7 @@ def _medians(recordings: Sequence[Recording], values: Mapping[str, Mapping[int, 
 
 
 def host_advice(steps: Sequence[StepRecord]) -> str | None:
-    """Return a text on why the GPU of recorded steps waits for the host, with what to set.
-
-    None if it does not wait, or if the steps are of a CPU.
-    """
+    """Return why the GPU of recorded steps waits for the host, and what to set; None if it does not wait."""
     spans = [(s.host_ns, s.forward_start, s.comm_end) for s in steps if s.host_ns is not None]
     shares = [host / (end - start) for host, start, end in spans if None not in (start, end)]
     if not shares or statistics.median(shares) < _HOST_BOUND:

@@ -63,11 +63,7 @@ class _Script:
         return [json.loads(value) for value in re.findall(rf"^{kind} (.*)\n", self.text, re.MULTILINE)]
 
     def run_to(self, kind: str, timeout_s: float, *, ends_there: bool = False) -> Any:
-        """Wait for the script's end, or with `ends_there` for an event; return the value of the event.
-
-        Raises:
-            ToolError: the script fails, ends without the event, or takes more than `timeout_s` seconds.
-        """
+        """Wait for the script's end, or with `ends_there` for an event; return the value of the event."""
         while self.process.poll() is None and not (ends_there and self.events(kind)):
             if time.time() > self.started_at + timeout_s:
                 raise self.failed(f"was still running after {timeout_s:g} s")
@@ -113,10 +109,7 @@ class _Script:
 
 @contextmanager
 def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ()) -> Iterator[_Script]:
-    """Run a script, with its arguments as JSON, in this block; kill its remaining processes at the end.
-
-    `launcher` has arguments of the interpreter before the script.
-    """
+    """Run a script, behind `launcher` and with arguments as JSON, in this block; kill what is left of it."""
     running: _Script | None = None
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_script_") as folder:
         try:
@@ -164,10 +157,7 @@ def run_to_fault(
     """Train with one of `STRATEGIES` until the victim fails and all exit; kill the rest; return the outcome.
 
     The arguments are those of `train` in the script, at least `fault` and `victim`. All of it has
-    `2 * timeout_s` seconds.
-
-    Raises:
-        ToolError: the script did not reach the fault.
+    `2 * timeout_s` seconds. Raises `ToolError` if the script does not reach the fault.
     """
     common = {"strategy": strategy, "devices": world_size, "num_steps": 64}
     deadline = time.monotonic() + 2 * timeout_s

@@ -157,10 +157,7 @@ def _fail(fault: str | None, device: Any) -> None:
 
 
 def train_on_nodes(*, num_nodes: int, **arguments: Any) -> None:
-    """Call `train` in a process for each node, all of them on this host; exit with the worst exit code.
-
-    A node that is killed has none.
-    """
+    """Call `train` in a process for each node, all on this host; exit with the worst exit code."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -66,7 +66,6 @@ class Result:
 
     @property
     def comparisons(self) -> Comparisons:
-        """Median, spread and ratio to its reference of each contender, by subject."""
         references = self.references
         if isinstance(references, str):
             references = dict.fromkeys(self.samples, references)
@@ -111,11 +110,7 @@ class Benchmark:
             parser.add_argument(name, type=kind, metavar="PATH", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print the table, and write the requested files; return the exit status 0.
-
-        Raises:
-            ToolError: the settings cannot be measured, a process fails or a deadline passes.
-        """
+        """Measure, print the table, and write the requested files; return the exit status 0."""
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise ToolError(
                 f"bench {self.name} starts its own processes, but RANK is set. Run it once, without torchrun"

@@ -88,10 +88,7 @@ def _format_launch(result: Result) -> str:
 def time_first_batch(
     script: Path, arguments: dict[str, Any], *, launcher: Sequence[str] = (), timeout_s: float
 ) -> tuple[float, float]:
-    """Run a script until it prints `FIRST_BATCH <seconds since the epoch>`, and kill it there.
-
-    Returns the seconds from its start, and the memory of its processes then in MiB.
-    """
+    """Return the seconds of a script to `FIRST_BATCH`, where it is killed, and its memory then in MiB."""
     with started(script, arguments, launcher) as running:
         moment: float = running.run_to("FIRST_BATCH", timeout_s, ends_there=True)
         return moment - running.started_at, running.memory_mib()
@@ -141,7 +138,6 @@ def _measure_failures(args: argparse.Namespace) -> Result:
 
 
 def format_failures(result: Result) -> str:
-    """Return a table of the measured times with a row per fault and strategy."""
     num_others = int(str(result.settings["world_size"])) - 1
     rows: list[tuple[str | int | float, ...]] = []
     for fault, by_strategy in result.extra["runs"].items():
@@ -291,7 +287,6 @@ def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[st
 
 
 def format_recovery(result: Result) -> str:
-    """Return a table with a row per way to recover, and one of the step times without a failure."""
     rows: list[tuple[str | int | float, ...]] = []
     for name, runs in result.extra["runs"].items():
         label = f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name

@@ -87,7 +87,6 @@ class StepProfile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all gradients."""
         return sum(num_bytes for num_bytes, _ in self.ready)
 
     @classmethod
@@ -96,9 +95,6 @@ class StepProfile:
 
         A collective begins once the slowest rank has called it, so the latest time of all ranks counts. Steps
         with other buckets than the last one, and steps that some ranks lack, are left out.
-
-        Raises:
-            ConfigurationError: the ranks have recorded no two consecutive steps in common.
         """
         by_rank = [_moments_of(recording) for recording in recordings]
         common = set(by_rank[0]).intersection(*by_rank[1:])
@@ -170,9 +166,6 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return latency and seconds per byte, not negative, with the least sum of squared relative errors.
 
     Relative errors, as the samples (bytes, seconds) span several magnitudes.
-
-    Raises:
-        ConfigurationError: there is no sample, or one with a time of 0.
     """
     if not samples or min(seconds for _, seconds in samples) <= 0:
         raise ConfigurationError(f"samples {list(samples)!r}: expected bytes with seconds above 0")
@@ -237,13 +230,10 @@ class Link:
 def schedule(
     ready: Sequence[tuple[float, float]], link: Link, num_ranks: int, hook: HookCost | None = None
 ) -> tuple[list[float], float]:
-    """Simulate the collectives of equal ranks on their links, in the given order; return their ends.
+    """Simulate the collectives of equal ranks; return the end of each, and a rank's CPU seconds for all.
 
     `ready` has the bytes of each collective, and the second from which it may begin. A hook has one thread,
     which handles one bucket after the other.
-
-    Returns:
-        The end of each collective, and the CPU seconds of a rank for all of them.
     """
     num_in_flight = link.num_in_flight if hook is None else 1
     done_s, total_cpu_s = [0.0] * num_in_flight, 0.0
@@ -270,9 +260,6 @@ def predict_averager(profile: StepProfile, plan: AveragerPlan, link: Link, num_r
 
     Parameters are assumed to have as many bytes as gradients. The averager's own arithmetic, buffers and
     averaged optimizer state are not included.
-
-    Raises:
-        ConfigurationError: the averager has groups of ranks.
     """
     options = plan.options
     if isinstance(options, HierarchicalSGDOptions):

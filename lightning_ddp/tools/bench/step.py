@@ -126,7 +126,6 @@ def geometric_means(comparisons: Comparisons) -> dict[str, float]:
 
 
 def format_report(result: Result) -> str:
-    """Return the report: a table of all models and contenders, then geometric means and flags."""
     flags: Any = result.settings["flags"]
     reference = reference_of(list(flags))
     headers = ("model", "contender", f"{reference}/contender")
@@ -293,13 +292,10 @@ def format_links(result: Result) -> str:
 def time_hooks(
     context: RankContext, model: str, hooks: Mapping[str, Any], num_rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Time steps with each hook, in turns, without shared memory; return the figures of this rank.
+    """Time steps with each hook, in turns, without shared memory; return this rank's figures of each round.
 
+    They are seconds, bytes counted by the kernel (0 without a shaped link) and by the hook, codec seconds.
     Collective: all ranks must call it.
-
-    Returns:
-        For each contender one entry per round: seconds, bytes counted by the kernel (0 without a shaped link)
-        and by the hook, codec seconds.
     """
     runs: dict[str, tuple[TrainingRun, Any]] = {}
     for name, spec in hooks.items():

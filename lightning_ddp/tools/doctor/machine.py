@@ -90,12 +90,7 @@ class DeadlinePassed(LightningDDPError, TimeoutError):
 
 
 def within(seconds: float, what: str, step: Callable[[], T]) -> T:
-    """Run a step that may block in C code in a thread; return its result, or raise after `seconds`.
-
-    Raises:
-        DeadlinePassed: the step has not ended; its thread is a daemon, so the process can exit.
-        Exception: the error of the step.
-    """
+    """Run a step that may block in C code in a thread; return its result, or raise `DeadlinePassed`."""
     call = InThread(lambda _: step())
     if not call.is_over.wait(seconds):
         raise DeadlinePassed(f"{what} did not end within {seconds:g} s")
@@ -174,10 +169,7 @@ class Placement:
 
 
 def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
-    """Return who has started this process (torchrun, SLURM, a user), its rank and node, as variables say.
-
-    `num_nodes` is the number of nodes started by hand.
-    """
+    """Return who has started this process, its rank and node; `num_nodes` is the number given by hand."""
     try:
         if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)

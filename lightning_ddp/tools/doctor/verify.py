@@ -173,11 +173,7 @@ def fail_a_rank(settings: Settings, fault: str, **more: Any) -> FailedRun:
 
 
 def stop_ranks(settings: Settings, fault: str, **more: Any) -> str:
-    """Check that all ranks name one that fails, and all processes exit; return the times as text.
-
-    Raises:
-        ToolError: something went wrong.
-    """
+    """Check that all ranks name one that fails, and all processes exit; return the times, or raise."""
     found, victim = fail_a_rank(settings, fault, **more), more.get("victim", settings.world_size - 1)
     others = [rank for rank in range(settings.world_size) if rank != victim]
     expected, event = f"PeerFailure of {victim}", f"rank {victim} failed in training ({fault})"
