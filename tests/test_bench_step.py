@@ -176,15 +176,15 @@ def test_kernel_and_hook_count_the_same_on_a_link_of_the_speed(tmp_path, capsys,
     monkeypatch.setattr("lightning_ddp.tools.bench.step.HOOK_SPECS", contenders)
     monkeypatch.setattr("lightning_ddp.tools.bench.step._MODEL", "convbn40")
     path = tmp_path / "a.json"
-    assert main(["bench", "hooks", "--links", "20", "--rounds", "3", "--json", str(path)]) == 0
-    assert "two ranks, convbn40, 20 Mbit/s" in capsys.readouterr().out
-    rows = json.loads(path.read_text())["summary"]["links"]["convbn40, 20 Mbit/s"]
+    assert main(["bench", "hooks", "--links", "40", "--rounds", "3", "--json", str(path)]) == 0
+    assert "two ranks, convbn40, 40 Mbit/s" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["summary"]["links"]["convbn40, 40 Mbit/s"]
     num_bytes = 4 * 40 * (32 * 32 * 9 + 32 + 64)
     assert min(row["kernel_bytes"] for row in rows[NONE]) >= num_bytes
     for name, counted in (("allreduce", num_bytes), ("bf16", num_bytes // 2)):
         for row in rows[name]:
             assert row["counted_bytes"] == counted < row["kernel_bytes"]
-            assert row["seconds"] > 0.9 * counted * 8 / 20e6
+            assert row["seconds"] > 0.9 * counted * 8 / 40e6
             assert math.isfinite(row["codec_seconds"])
     # headers, and buffers that are broadcast beside the hook; in a slow round also what TCP sent again
     ratios = [row["kernel_bytes"] / row["counted_bytes"] for row in rows["allreduce"]]

@@ -281,7 +281,7 @@ def test_contenders_are_read_with_their_options() -> None:
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
 def test_measured_steps_on_a_link_are_predicted(tmp_path: Path) -> None:
     written = tmp_path / "a.json"
-    options = ["--model", "convbn40", "--link", "40", "--steps", "10", "--hooks", "none", "bf16"]
+    options = ["--model", "convbn40", "--link", "40", "--steps", "6", "--hooks", "none", "bf16"]
     assert main(["bench", "scaling", *options, "--json", str(written)]) == 0
     summary = json.loads(written.read_text())["summary"]
     assert summary["hop"]["seconds_per_byte"] == pytest.approx(8 / 40e6, rel=0.15)
