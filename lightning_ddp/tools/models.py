@@ -111,15 +111,14 @@ def constructor_flags(contender: str) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name in known or not is_torch(contender)}
 
 
-def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
+def wrap(contender: str, module: nn.Module, device: torch.device) -> Any:
     """Return a module, which is on its device, in the wrapper of a contender, on the default process group.
 
     Collective: all ranks must call it.
     """
     wrapper: Any = DistributedDataParallel if is_torch(contender) else BucketedDDP
     device_ids = [device.index] if device.type == "cuda" else None
-    wrapped: nn.Module = wrapper(module, device_ids=device_ids, **constructor_flags(contender))
-    return wrapped
+    return wrapper(module, device_ids=device_ids, **constructor_flags(contender))
 
 
 class TrainingRun:
@@ -141,5 +140,4 @@ class TrainingRun:
         """Do one step from the weights of a workload; return all gradients as one vector on the CPU."""
         self.module.load_state_dict(workload.module.state_dict())
         self.step()
-        gradients: list[Any] = [parameter.grad for parameter in self.wrapped.parameters()]
-        return torch.cat([gradient.flatten() for gradient in gradients]).cpu()
+        return torch.cat([parameter.grad.flatten() for parameter in self.wrapped.parameters()]).cpu()

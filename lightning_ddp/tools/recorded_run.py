@@ -154,10 +154,10 @@ def record_steps(
     Collective: all ranks must call it.
     """
     training = TrainingRun(OURS, build_workload(model, rank=context.rank), context.device)
-    wrapped: Any = training.wrapped
     if not communicates:
-        wrapped.register_comm_hook(None, build_hook("noop", wrapped.process_group, context.device))
-    recorder = wrapped.record_steps(num_steps)
+        hook = build_hook("noop", training.wrapped.process_group, context.device)
+        training.wrapped.register_comm_hook(None, hook)
+    recorder = training.wrapped.record_steps(num_steps)
     for _ in range(_NUM_WARMUP_STEPS + num_steps):
         training.step()
         synchronize(context.device)  # on CUDA a step is kept once the device has finished it

@@ -306,8 +306,7 @@ def time_hooks(
             hook = build_hook(spec, Group(dist.group.WORLD, transport="gloo"), context.device)
             if isinstance(hook, StatefulHook):
                 hook.step = _SETTLED_STEP
-            wrapped: Any = run.wrapped
-            wrapped.register_comm_hook(None, hook)
+            run.wrapped.register_comm_hook(None, hook)
         for _ in range(_NUM_WARMUP_STEPS):
             run.step()
         runs[name] = run, hook
