@@ -21,7 +21,10 @@ from lightning_ddp.tools.doctor.checklist import ITEMS
 NOT_ON_A_CPU = {2, 8, 12, 13, 20, 21, 25, 26, 28}
 """Numbers of the items that two ranks on a CPU cannot answer."""
 DRILL = ("abort of", "nothing", "messages", "memory", "first", "two comm", "many", "versions", "NCCL")
-OTHERS = [name.partition(" ")[2] for name in ITEMS if not name.partition(" ")[2].startswith(DRILL)]
+ELSEWHERE = ("hooks", "step", "exception")
+"""Beginnings of items whose trials `test_verify` runs, or that simulated devices answer."""
+NAMES = [name.partition(" ")[2] for name in ITEMS]
+OTHERS = [name for name in NAMES if not name.startswith((*DRILL, *ELSEWHERE))]
 
 
 def checklist(

@@ -1,7 +1,7 @@
 """Benchmarks behind `python -m lightning_ddp bench`, and their class: name, options, measure, table.
 
 Contenders take turns within one run, so that a slow minute of the machine affects all of them, and ratios are
-medians of ratios that are paired by round. Each file is one benchmark, with the code that its ranks run.
+medians of ratios that are paired by round. Each file has benchmarks, with the code that their ranks run.
 """
 
 from __future__ import annotations
