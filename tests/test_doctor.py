@@ -122,7 +122,7 @@ def test_a_healthy_run_passes_everything():
         ({"python": "3.8.0"}, "versions", "WARN", "rank 1: 3.8.0"),
         ({"backend": "nccl"}, "devices", "FAIL", "rank 1: nccl"),
         ({"devices": ["A"], "local_rank": 1}, "devices", "FAIL", "local rank 1, but there are 1 GPUs"),
-        ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 1 ranks share 0"),
+        ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 0 cores for 1 rank(s). Give"),
         (
             {"variables": {"LIGHTNING_DDP_SUPERVISION": "0"}},
             "variables",

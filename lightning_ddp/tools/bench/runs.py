@@ -1,21 +1,16 @@
 """Benchmarks of whole runs: `launch` to the first batch, `failures` to the exit, `recovery` to the next step.
 
-Each sample starts a real script, which starts its other ranks itself.
+Each sample starts a real script, which starts its other ranks itself. `launch` kills it at its first batch;
+one uncounted round of each contender warms the file cache and writes bytecode.
 
-`launch` measures the time to the first batch, and memory then, beside Lightning's "ddp"; the script is killed
-there. "custom_ddp" is measured twice: as `python script.py`, and as `python -m lightning_ddp run script.py`.
-Beside that stands how much `import lightning_ddp` adds to the import of Lightning, each in a new process.
-Contenders take turns, and one uncounted round of each warms the file cache and writes bytecode.
-
-In the scripts of `failures` one rank fails in a training step. It measures when the other ranks received the
-failure in Python (so that callbacks and loggers ran), when every process had exited, and the exit code of the
-script, beside Lightning's "ddp". A process that does not exit within the deadline is counted and killed.
+In the scripts of `failures` one rank fails in a training step. Measured is when the other ranks have received
+the failure in Python (so that callbacks and loggers ran), and when every process has exited. A process that
+does not exit within the deadline is counted and killed.
 
 With `recovery` the last rank is killed, or stopped ("stalled"). With "replace" the supervisor of `run` forks
-another process; with "cold" the script is run by `python`. They are at full strength when that process
-commits its first step. "restart" is Lightning's "ddp" under `torchrun --max-restarts`, with a checkpoint in
-each step. A step that is committed twice counts as lost, and so does a sample that no committed step has
-used. Steps without a failure are timed in one script, in fits with `on_failure="stop"` and "shrink" in turns.
+another process; with "cold" the script is run by `python`. "restart" is Lightning's "ddp" under `torchrun
+--max-restarts`, with a checkpoint in each step. A step that is committed twice counts as lost, and so does a
+sample that no committed step has used. Steps without a failure are timed in one script, in turns of fits.
 """
 
 from __future__ import annotations
