@@ -17,11 +17,9 @@ from typing import Any
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.commands import Leave, Run
 from lightning_ddp.tools import ToolError, doctor, unwinds_at_sigterm
-from lightning_ddp.tools.bench.failures import FAILURES, RECOVERY
-from lightning_ddp.tools.bench.hooks import HOOKS
-from lightning_ddp.tools.bench.launch import LAUNCH
+from lightning_ddp.tools.bench.runs import FAILURES, LAUNCH, RECOVERY
 from lightning_ddp.tools.bench.scaling import SCALING
-from lightning_ddp.tools.bench.step import STEP
+from lightning_ddp.tools.bench.step import HOOKS, STEP
 from lightning_ddp.tools.command_line import format_table
 from lightning_ddp.tools.recorded_run import Report, Timeline
 

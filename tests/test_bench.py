@@ -23,10 +23,8 @@ import torch.distributed as dist
 from lightning_ddp.__main__ import main
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare
-from lightning_ddp.tools.bench.failures import run_to_recovery
-from lightning_ddp.tools.command_line import format_table, paired_ratio
-from lightning_ddp.tools.drawing import picture_path
-from lightning_ddp.tools.models import MODEL_NAMES, build_workload, compute_loss
+from lightning_ddp.tools.bench.runs import run_to_recovery
+from lightning_ddp.tools.command_line import format_table, paired_ratio, picture_path
 from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks
 
 # Statistics and reports
@@ -88,7 +86,7 @@ def test_failed_benchmark_exits_with_1_and_says_why(
 ) -> None:
     script = tmp_path / "first_batch.py"
     script.write_text("raise SystemExit('no such cluster')")
-    monkeypatch.setattr("lightning_ddp.tools.bench.launch.SCRIPT", script)
+    monkeypatch.setattr("lightning_ddp.tools.bench.runs.SCRIPT", script)
     assert main(["bench", "launch", "--rounds", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -190,25 +188,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.M
         picture_path("a.png")
 
 
-# Models and contenders
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * ("linear" not in n)) for n in MODEL_NAMES]
-)
-def test_ranks_have_the_same_weights_and_different_gradients(name: str) -> None:
-    weights, gradients = [], []
-    for rank in (0, 1):
-        workload = build_workload(name, rank=rank)
-        parameters = list(workload.module.parameters())
-        weights.append(torch.cat([p.detach().flatten() for p in parameters]))
-        compute_loss(workload.module(workload.batch[:1])).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
-    assert torch.equal(*weights)
-    assert torch.isfinite(gradients[0]).all()
-    assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm() > 0
-
-
 # Processes
 
 
@@ -246,7 +225,7 @@ def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list
     """When this process began and ended each of its turns; every order lists the replicas."""
     turns, spans = RoundRobin(context.store, context.world_size), []
     for order in orders:
-        for _ in turns.of(order, [context.replica]):
+        with turns.turn(order, context.replica):
             start = time.monotonic()
             for _ in range(50):  # long enough for turns to overlap, if they do
                 dist.barrier()

@@ -5,55 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
+from harness import RunningScript, start_script
 from harness.namespaces import can_shape_links
 
 from lightning_ddp.tools import held_back, unwinds_at_sigterm
-from lightning_ddp.tools.scripts import PACKAGE_ROOT
 
-DEADLINE_S = 240
-
-
-def wait_for(find: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := find()):
-        assert time.monotonic() < deadline, "what was waited for has not happened"
-        time.sleep(0.02)
-    return found
+DEADLINE_S = 240.0
 
 
-def running(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE  # whose new parent has not looked yet
-    except psutil.NoSuchProcess:
-        return True
-
-
-def script_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def sessions_of(script: RunningScript) -> list[int]:
     """The script that is measured: the process with a session of its own."""
     found = []
-    for one in running(process):
+    for one in script.processes():
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            found += [one] if os.getsid(one.pid) == one.pid else []
+            found += [one.pid] if os.getsid(one.pid) == one.pid != script.pid else []
     return found
 
 
-def namespaces_of(process: subprocess.Popen[bytes]) -> list[Path]:
+def namespaces_of(script: RunningScript) -> list[Path]:
     """The names of the namespaces, once both ranks have entered theirs."""
     inodes, found = set(), []
-    for one in running(process):
+    for one in script.processes():
         with contextlib.suppress(FileNotFoundError):  # such as `ip`, which has ended meanwhile
             inodes.add(os.stat(f"/proc/{one.pid}/ns/net").st_ino)
     for path in Path("/var/run/netns").glob("*"):
@@ -66,40 +41,23 @@ def namespaces_of(process: subprocess.Popen[bytes]) -> list[Path]:
 @pytest.mark.xdist_group("namespaces")
 @pytest.mark.parametrize(
     ("arguments", "find"),
-    [
-        (["failures"], script_of),
-        (["step", "--links", "100", "--models", "linear16"], namespaces_of),
-    ],
+    [(["failures"], sessions_of), (["hooks", "--links", "100"], namespaces_of)],
     ids=["script", "link"],
 )
 def test_sigterm_removes_what_a_benchmark_has_made(arguments, find, tmp_path: Path) -> None:
     if find is namespaces_of and not can_shape_links():
         pytest.skip("needs network namespaces (root)")
-    scratch, output = tmp_path / "scratch", tmp_path / "output"
-    scratch.mkdir()
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_ddp", "bench", *arguments],
-            cwd=PACKAGE_ROOT,
-            env={**os.environ, "TMPDIR": str(scratch)},
-            stdout=stream,
-            stderr=stream,
-        )
-    try:
-        made = wait_for(lambda: find(process))
-        children = running(process)
-        assert list(scratch.iterdir()), "it has no scratch folder"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 143, output.read_text()
-        assert output.read_text().endswith("ended by SIGTERM\n")
-        # all are killed but the resource tracker of `multiprocessing`, which ends when it hears no more
-        wait_for(lambda: all(map(is_gone, children)))
-        assert not list(scratch.iterdir())
-        assert find is not namespaces_of or not [path for path in made if path.exists()]
-    finally:
-        for one in [*running(process), process] if process.poll() is None else []:
-            one.kill()
-        process.wait()
+    env, made = {"TMPDIR": str(tmp_path)}, []
+    with start_script("lightning_ddp", ["bench", *arguments], env, fresh=True, is_module=True) as script:
+        script.wait_until(lambda: made.extend(find(script)) or made, DEADLINE_S)
+        assert list(tmp_path.iterdir()), "it has no scratch folder"
+        os.kill(script.pid, signal.SIGTERM)
+        result = script.wait(DEADLINE_S)  # raises if a process is left
+    assert result.returncode == 143, result.stderr
+    assert "ended by SIGTERM\n" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+    assert find is sessions_of or not [path for path in made if path.exists()]
 
 
 def test_what_is_being_started_is_finished_before_sigterm_ends_it() -> None:

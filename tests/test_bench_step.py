@@ -1,30 +1,36 @@
-"""`bench step`: its statistics, its contenders, and steps on links between namespaces."""
+"""`bench step` and `bench hooks`: statistics, contenders, whole runs, and links between namespaces."""
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 
-import harness
 import pytest
 import torch
 from harness.namespaces import can_shape_links
 
 from lightning_ddp.__main__ import main
+from lightning_ddp.hooks import parse_hook
 from lightning_ddp.tools import ToolError, models
-from lightning_ddp.tools.bench import Comparison, step
-from lightning_ddp.tools.bench.step import StepSettings, check_agreement, time_steps
+from lightning_ddp.tools.bench import Comparison, Result, step
+from lightning_ddp.tools.bench.step import (
+    HOOK_SPECS,
+    NONE,
+    check_agreement,
+    format_links,
+    merge_ranks,
+    time_steps,
+)
 from lightning_ddp.tools.command_line import paired_ratio
 from lightning_ddp.tools.models import (
-    BARE,
     CONTENDERS,
     OURS,
+    OURS_GLOO,
     TORCH_DEFAULT,
     TORCH_FLAGS,
     TORCH_VIEW,
-    TrainingRun,
-    build_workload,
     constructor_flags,
 )
 from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
@@ -35,11 +41,8 @@ from lightning_ddp.tools.ranks import RankContext, run_ranks, shuffled
 def test_step_time_of_a_round_is_the_median_step_of_the_slowest_rank() -> None:
     first = {"m": {OURS: [[0.001, 0.005, 0.002], [0.004, 0.004, 0.004]]}}
     second = {"m": {OURS: [[0.003, 0.001, 0.001], [0.001, 0.009, 0.004]]}}
-    settings = StepSettings(
-        models=("m",), contenders=(OURS, "b"), num_rounds=2, num_steps=3, num_warmup_steps=0
-    )
     other = {"m": {"b": [[0.007], [0.008]]}}  # a replica that has trained another contender
-    found = step.reduce_ranks([first, second, other, other], settings)
+    found = step.reduce_ranks([first, second, other, other])
     # slowest rank per step: (3, 5, 2) and (4, 9, 4) milliseconds
     assert found == {"m": {OURS: pytest.approx([3.0, 4.0]), "b": pytest.approx([7.0, 8.0])}}
 
@@ -61,9 +64,9 @@ def test_step_time_of_a_round_is_the_median_step_of_the_slowest_rank() -> None:
             id="the first is the reference without ours",
         ),
         pytest.param(
-            [{OURS: (2, 1), TORCH_VIEW: (4, 0.5), TORCH_FLAGS: (3, 0.6), BARE: (1, 2.0)}],
-            {TORCH_VIEW: 0.5, TORCH_FLAGS: 0.6, BARE: 2.0, step.FASTEST_TORCH: 0.6},
-            id="the bare module is not torch's",
+            [{OURS: (2, 1), TORCH_VIEW: (4, 0.5), TORCH_FLAGS: (3, 0.6), OURS_GLOO: (1, 2.0)}],
+            {TORCH_VIEW: 0.5, TORCH_FLAGS: 0.6, OURS_GLOO: 2.0, step.FASTEST_TORCH: 0.6},
+            id="ours without shared memory is not torch's",
         ),
     ],
 )
@@ -95,65 +98,25 @@ def test_flags_that_torch_lacks_are_left_out_and_ours_are_not(monkeypatch: pytes
     assert constructor_flags(OURS) == flags
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--links", "100", "--world-size", "3"], "--links needs two ranks on the CPU"),
-        (["--contenders", "ours", "bare"], "bare averages nothing"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "step", *options]) == 1
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("wrong", [1.01, math.nan])
+def test_contender_that_computes_something_else_is_not_timed(wrong: float) -> None:
+    ones = torch.ones(4)
+    check_agreement(OURS, ones + 1e-6, TORCH_DEFAULT, ones)
+    with pytest.raises(RuntimeError, match="the gradients of ours differ from those of torch_ddp by"):
+        check_agreement(OURS, wrong * ones, TORCH_DEFAULT, ones)
 
 
-def state(gradient: float, buffer: float) -> dict[str, torch.Tensor]:
-    return {"gradients": torch.full((4,), gradient), "buffers": torch.full((2,), buffer)}
-
-
-@pytest.mark.parametrize(
-    ("gradient", "buffer", "kind"),
-    [(1.01, 1.0, "gradients"), (math.nan, 1.0, "gradients"), (1.0, 1.01, "buffers")],
-)
-def test_contender_that_computes_something_else_is_not_timed(
-    gradient: float, buffer: float, kind: str
-) -> None:
-    check_agreement(OURS, state(1.0 + 1e-6, 1.0), TORCH_DEFAULT, state(1.0, 1.0))
-    with pytest.raises(RuntimeError, match=f"the {kind} of ours differ from those of torch_ddp by"):
-        check_agreement(OURS, state(gradient, buffer), TORCH_DEFAULT, state(1.0, 1.0))
-
-
-def gradients_before_and_after_a_change(_rank: int, _world_size: int) -> bool:
-    workload = build_workload("linear500", rank=0)
-    run = TrainingRun(OURS, workload, torch.device("cpu"))
-    first = run.state_after_one_step(build_workload("linear500", rank=0))["gradients"]
-    with torch.no_grad():
-        for parameter in workload.module.parameters():
-            parameter.mul_(1.5)
-    run.step()
-    again = run.state_after_one_step(build_workload("linear500", rank=0))["gradients"]
-    return torch.equal(first, again)
-
-
-def test_the_compared_step_starts_from_the_given_weights_whatever_came_before() -> None:
-    assert harness.run_ranks(gradients_before_and_after_a_change, 1) == [True]
-
-
-def time_steps_without_communication(context: RankContext, settings: StepSettings) -> object:
-    if context.replica == settings.contenders.index(OURS):
+def time_steps_without_communication(context: RankContext, names: tuple[str, ...]) -> object:
+    if names[context.replica] == OURS:
         models.wrap = lambda _contender, module, _device: module
-    return time_steps(context, settings)
+    return time_steps(context, ("linear500",), names, num_rounds=1, num_steps=1, num_warmup_steps=1)
 
 
 @pytest.mark.slow
 def test_a_wrapper_that_communicates_nothing_is_not_timed() -> None:
     names = (OURS, TORCH_DEFAULT)
-    counts = {"num_rounds": 1, "num_steps": 1, "num_warmup_steps": 1}
-    settings = StepSettings(models=("linear500",), contenders=names, **counts)
     with pytest.raises(ToolError, match="the gradients of ours differ from those of torch_ddp by a"):
-        run_ranks(time_steps_without_communication, settings, world_size=2, num_replicas=2, timeout_s=120)
+        run_ranks(time_steps_without_communication, names, world_size=2, num_replicas=2, timeout_s=120)
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -182,18 +145,47 @@ def test_every_model_and_contender_is_printed_and_written(tmp_path: Path, capsys
     assert set(document["summary"]["geometric_mean"]) == {TORCH_DEFAULT, TORCH_FLAGS, step.FASTEST_TORCH}
 
 
+# ---------------------------------------------------------------------- hooks on links
+
+
+def test_every_contender_is_one_that_the_package_has() -> None:
+    for hook in HOOK_SPECS.values():
+        assert hook is None or parse_hook(hook)
+
+
+def test_the_slower_rank_counts_and_the_table_holds_medians() -> None:
+    ranks = [{"a": [{"seconds": 1.0, "bytes": 5}]}, {"a": [{"seconds": 2.0, "bytes": 3}]}]
+    assert merge_ranks(ranks) == {"a": [{"seconds": 2.0, "bytes": 5}]}
+    row = {"kernel_bytes": 2e6, "counted_bytes": 1e6, "codec_seconds": 0.01}
+    result = Result(
+        samples={"link": {NONE: [4000.0], "int8": [1000.0]}},
+        references=NONE,
+        extra={"links": {"link": {NONE: [row], "int8": [row | {"counted_bytes": 3e6}, row, row]}}},
+    )
+    assert [line.split() for line in format_links(result).splitlines()[3:]] == [
+        ["none", "4000.000", "1.000", "2.000", "1.000", "10.000"],
+        ["int8", "1000.000", "4.000", "2.000", "1.000", "10.000"],
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
-def test_steps_on_a_link_last_as_long_as_their_bytes_need(tmp_path, capsys) -> None:
-    path, mbit = tmp_path / "step.json", 40.0
-    options = ["--links", str(mbit), "--models", "convbn40", "--contenders", OURS, TORCH_VIEW]
-    options += ["--rounds", "1", "--steps", "1", "--warmup", "1", "--timeout-s", "600", "--json", str(path)]
-    assert main(["bench", "step", *options]) == 0
-    assert f"geometric mean of ours/{TORCH_VIEW}" in capsys.readouterr().out
-    samples = json.loads(path.read_text())["samples"]["convbn40, 40 Mbit/s"]
-    assert set(samples) == {OURS, TORCH_VIEW}
+def test_kernel_and_hook_count_the_same_on_a_link_of_the_speed(tmp_path, capsys, monkeypatch) -> None:
+    contenders = {NONE: None, "allreduce": "allreduce", "bf16": "bf16"}
+    monkeypatch.setattr("lightning_ddp.tools.bench.step.HOOK_SPECS", contenders)
+    monkeypatch.setattr("lightning_ddp.tools.bench.step._MODEL", "convbn40")
+    path = tmp_path / "a.json"
+    assert main(["bench", "hooks", "--links", "40", "--rounds", "3", "--json", str(path)]) == 0
+    assert "two ranks, convbn40, 40 Mbit/s" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["summary"]["links"]["convbn40, 40 Mbit/s"]
     num_bytes = 4 * 40 * (32 * 32 * 9 + 32 + 64)
-    for (milliseconds,) in samples.values():
-        assert math.isfinite(milliseconds)
-        assert milliseconds > 900 * num_bytes * 8 / (mbit * 1e6)
+    assert min(row["kernel_bytes"] for row in rows[NONE]) >= num_bytes
+    for name, counted in (("allreduce", num_bytes), ("bf16", num_bytes // 2)):
+        for row in rows[name]:
+            assert row["counted_bytes"] == counted < row["kernel_bytes"]
+            assert row["seconds"] > 0.9 * counted * 8 / 40e6
+            assert math.isfinite(row["codec_seconds"])
+    # headers, and buffers that are broadcast beside the hook; in a slow round also what TCP sent again
+    ratios = [row["kernel_bytes"] / row["counted_bytes"] for row in rows["allreduce"]]
+    assert statistics.median(ratios) < 1.15, ratios

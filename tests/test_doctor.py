@@ -14,9 +14,8 @@ import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.__main__ import main
-from lightning_ddp.tools.doctor import diagnosis, format_report, machine
-from lightning_ddp.tools.doctor.machine import Finding, gather_facts, place
-from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
+from lightning_ddp.tools.doctor import diagnosis, machine
+from lightning_ddp.tools.doctor.machine import Finding, Plan, examine, gather_facts, place
 
 TORCHRUN = {
     "RANK": "3",
@@ -123,7 +122,7 @@ def test_a_healthy_run_passes_everything():
         ({"python": "3.8.0"}, "versions", "WARN", "rank 1: 3.8.0"),
         ({"backend": "nccl"}, "devices", "FAIL", "rank 1: nccl"),
         ({"devices": ["A"], "local_rank": 1}, "devices", "FAIL", "local rank 1, but there are 1 GPUs"),
-        ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 1 ranks share 0"),
+        ({"host": "small", "num_cpus": 0}, "CPU cores", "WARN", "small: 0 cores for 1 rank(s). Give"),
         (
             {"variables": {"LIGHTNING_DDP_SUPERVISION": "0"}},
             "variables",
@@ -188,31 +187,11 @@ def test_the_all_reduce_is_judged_by_its_bandwidth_between_hosts(host, seconds, 
 # ---------------------------------------------------------------------- measuring
 
 
-def test_ranks_exchange_what_they_have_found():
-    store = dist.HashStore()
-    plan = Plan(num_bytes=16384, timeout_s=10, interface="lo")
-
-    def work(rank: int, world_size: int, group: Any) -> Any:
-        mine = examine(store, plan, {"RANK": str(rank)}, rank=rank, local_rank=rank, world_size=world_size)
-        return exchange(store, mine, rank=rank, world_size=world_size, timeout_s=10)
-
-    both = run_threads(work, 2)
-    assert both[0] == both[1]
-    assert [a["rank"] for a in both[0]] == [0, 1]
-    assert [a["variables"]["RANK"] for a in both[0]] == ["0", "1"]
-    times = [a["all_reduce"] for a in both[0]]
-    assert times[0] == times[1], "that of the slowest rank"
-    assert times[0]["num_bytes"] == 16384
-    assert times[0]["seconds"] > 0
-    report = format_report(both[0], [Finding(level="WARN", check="all-reduce", message="slow")])
-    assert report.splitlines()[-1].startswith("WARN: ")
-
-
 def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
     """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
     devices = {"backend": "nccl", "devices": ["A"]}
     monkeypatch.setattr(
-        "lightning_ddp.tools.doctor.measure.gather_facts",
+        "lightning_ddp.tools.doctor.machine.gather_facts",
         lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
     )
     store = dist.HashStore()
@@ -303,8 +282,8 @@ def test_a_master_is_waited_for(monkeypatch, capsys, set_master):
 @pytest.mark.parametrize(
     ("address", "complaint"),
     [
-        ("127.0.0.1", "the port cannot be opened"),
-        ("203.0.113.9", "203.0.113.9 is not an address of this host"),
+        ("127.0.0.1", "is in use by another process"),
+        ("203.0.113.9", "is not an address of this host"),
     ],
 )
 def test_rank_0_says_why_it_cannot_be_the_master(address, complaint, capsys, set_master):
@@ -353,6 +332,7 @@ def test_under_torchrun_rank_0_reports_for_all_ranks():
     assert [rank["local_rank"] for rank in document["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in document["ranks"]}) == 2
     assert document["all_reduce"]["num_bytes"] == 104856
+    assert document["all_reduce"]["seconds"] > 0
     assert {"torchrun", "all-reduce"} <= {f["check"] for f in document["findings"]}
     reached = [f["message"] for f in document["findings"] if f["check"] == "master"]
     assert sum("answers" in message for message in reached) == 1

@@ -89,8 +89,7 @@ def test_imports_go_down() -> None:
 
 
 def test_the_tools_do_not_import_each_other() -> None:
-    """What is shared lies above `bench`, `doctor` and `perf_model`, which know no more than this."""
-    allowed = {"bench": {"perf_model"}, "doctor": set(), "perf_model": set()}
+    """What is shared lies beside `bench` and `doctor`."""
     tools = PACKAGE / "tools"
     for path in sorted(tools.rglob("*.py")):
         parts = path.relative_to(tools).parts
@@ -98,8 +97,7 @@ def test_the_tools_do_not_import_each_other() -> None:
         for module in imported_modules(path):
             if module.startswith("lightning_ddp.tools."):
                 target = module.split(".")[2]
-                known = allowed.get(here, set())
-                assert target not in allowed or target in {here, *known}, f"{path} imports {module}"
+                assert target == here or target not in ("bench", "doctor"), f"{path} imports {module}"
 
 
 def test_the_engine_does_not_know_lightning() -> None:

@@ -19,18 +19,21 @@ from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import Recording, save
 from lightning_ddp.tools.bench import scaling
-from lightning_ddp.tools.bench.scaling import Calibration, fit_link, parse_contender
-from lightning_ddp.tools.perf_model import (
+from lightning_ddp.tools.bench.scaling import (
+    Calibration,
     HookCost,
     Link,
     StepProfile,
-    TransferCost,
+    fit_line,
+    fit_link,
+    parse_contender,
     predict,
     predict_averager,
     schedule,
 )
 
-LINK = Link(hop=TransferCost(latency_s=0.25, seconds_per_byte=0.01))
+LINE = {"latency_s": 0.25, "seconds_per_byte": 0.01}
+LINK = Link(**LINE)
 """An all-reduce of n bytes by two ranks takes half a second and n / 100."""
 MS = 1_000_000
 
@@ -47,28 +50,27 @@ def profile_of(*ready: tuple[int, float], end: float = 4.0, rest: float = 0.5) -
 def test_a_line_is_found_again(latency_s: float, rate: float) -> None:
     sizes = [0, 4096, 1 << 20, 1 << 24]
     exact = [latency_s + size / rate for size in sizes]
-    fitted = TransferCost.fit(list(zip(sizes, exact, strict=True)))
-    assert [fitted.latency_s + n * fitted.seconds_per_byte for n in sizes] == pytest.approx(exact, rel=1e-6)
+    fitted_s, seconds_per_byte = fit_line(list(zip(sizes, exact, strict=True)))
+    assert [fitted_s + n * seconds_per_byte for n in sizes] == pytest.approx(exact, rel=1e-6)
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(1e-6, 1e3)), min_size=1, max_size=8))
 def test_no_part_of_a_line_is_negative_whatever_was_measured(samples: list[tuple[int, float]]) -> None:
-    cost = TransferCost.fit(samples)
-    assert min(cost.latency_s, cost.seconds_per_byte) >= 0
+    assert min(fit_line(samples)) >= 0
 
 
 @pytest.mark.parametrize("samples", [[], [(10, 0.0)]])
 def test_samples_without_time_are_refused(samples: list[tuple[int, float]]) -> None:
     with pytest.raises(ConfigurationError, match="seconds above 0"):
-        TransferCost.fit(samples)
+        fit_line(samples)
 
 
 def test_the_cost_of_a_link_is_found_in_its_probes() -> None:
     # 2 ms of two latencies and 1 ns a byte; CPU half of that
     probes = [(float(n), 2e-3 + n * 1e-9, n * 5e-10) for n in scaling._PROBE_BYTES]
     found = fit_link(probes * 3, is_cpu=True)
-    assert (found.hop.latency_s, found.hop.seconds_per_byte) == pytest.approx((1e-3, 1e-9))
+    assert (found.latency_s, found.seconds_per_byte) == pytest.approx((1e-3, 1e-9))
     assert found.cpu_seconds_per_byte == pytest.approx(5e-10)
     assert fit_link(probes, is_cpu=False).cores == math.inf
 
@@ -101,16 +103,15 @@ GATHERS = HookCost(size_ratio=0.5, codec_s=0.01, gathers=True)
     ],
 )
 def test_collectives_pass_the_link_one_after_the_other(ready, options, num_ranks, hook, done) -> None:
-    assert schedule(ready, Link(hop=LINK.hop, **options), num_ranks, hook)[0] == pytest.approx(done)
+    assert schedule(ready, Link(**LINE, **options), num_ranks, hook)[0] == pytest.approx(done)
 
 
 def test_a_step_ends_with_backward_its_last_bucket_or_the_work_of_its_cores() -> None:
     hidden, exposed = profile_of((100, 2.0)), profile_of((100, 2.0), (100, 4.0))
-    assert predict(hidden, LINK, 2).step_s == pytest.approx(4.5) == hidden.compute_s
-    assert predict(exposed, LINK, 2).step_s == pytest.approx(5.5 + 0.5)
-    assert predict(exposed, LINK, 2).efficiency == pytest.approx(4.5 / 6)
-    busy = Link(hop=LINK.hop, cpu_seconds_per_byte=0.01, cores=1.0)
-    assert predict(hidden, busy, 2).step_s == pytest.approx(4 + 1 + 0.5)
+    assert predict(hidden, LINK, 2) == pytest.approx(4.5) == hidden.compute_s
+    assert predict(exposed, LINK, 2) == pytest.approx(5.5 + 0.5)
+    busy = Link(**LINE, cpu_seconds_per_byte=0.01, cores=1.0)
+    assert predict(hidden, busy, 2) == pytest.approx(4 + 1 + 0.5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,7 +127,7 @@ def test_a_faster_link_never_makes_a_step_longer(gaps, slow, factor, num_ranks, 
     ready = [(size, moment) for (size, _), moment in zip(gaps, times, strict=True)]
     profile = profile_of(*ready, end=times[-1], rest=0.1)
     fast_s, slow_s = (
-        predict(profile, Link(hop=TransferCost(latency_s=1e-4, seconds_per_byte=s)), num_ranks, hook).step_s
+        predict(profile, Link(latency_s=1e-4, seconds_per_byte=s), num_ranks, hook)
         for s in (slow * factor, slow)
     )
     assert profile.compute_s <= fast_s <= slow_s + 1e-9
@@ -146,17 +147,17 @@ def test_a_faster_link_never_makes_a_step_longer(gaps, slow, factor, num_ranks, 
 )
 def test_a_round_is_spread_over_its_period(spec: dict[str, Any], exposed_s: float) -> None:
     profile, plan = profile_of((3000, 2.0), (1000, 4.0)), parse_averager(spec)
-    assert predict_averager(profile, plan, LINK, 8).step_s == pytest.approx(4.5 + exposed_s)
-    assert predict_averager(profile, plan, LINK, 1).efficiency == 1.0
+    assert predict_averager(profile, plan, LINK, 8) == pytest.approx(4.5 + exposed_s)
+    assert predict_averager(profile, plan, LINK, 1) == profile.compute_s
 
 
 def test_chunks_of_parameters_wait_for_hops_together_where_they_may() -> None:
     chunk = 4 * CHUNK_NUMEL
     profile, plan = profile_of((2 * chunk, 2.0), (chunk // 2, 4.0)), {"name": "post_local_sgd", "period": 1}
     for num_in_flight, expected in ((1, 3 * 2 + 2.5), (2, (2 + 1) + 2 + 0.5)):
-        hop = TransferCost(latency_s=1.0, seconds_per_byte=1 / chunk)
-        found = predict_averager(profile, parse_averager(plan), Link(hop=hop, num_in_flight=num_in_flight), 2)
-        assert found.step_s - profile.compute_s == pytest.approx(expected), num_in_flight
+        link = Link(latency_s=1.0, seconds_per_byte=1 / chunk, num_in_flight=num_in_flight)
+        found = predict_averager(profile, parse_averager(plan), link, 2)
+        assert found - profile.compute_s == pytest.approx(expected), num_in_flight
 
 
 # ---------------------------------------------------------------------- profiles
@@ -238,6 +239,7 @@ def test_a_timeline_becomes_tables_a_file_and_a_picture(
     # of two ranks: 6.2 ms after the 20 ms of backward, then 10 ms; of 4,096: 8,190 hops for each bucket
     assert steps["none"] == pytest.approx([0.030, 0.0362, 2 * 0.819 + 0.016 + 0.012 + 0.010], rel=1e-3)
     assert steps["bf16"][1] == pytest.approx(0.0332)
+    assert [p["efficiency"] for p in summary["predictions"]["none"][:2]] == pytest.approx([1.0, 30 / 36.2])
     assert steps["post_local_sgd:period=4"][1] == pytest.approx(0.030 + (0.008 + 2 * 0.0002) / 4)
     printed = capsys.readouterr().out
     for text in ("efficiency, %, by ranks", "step, ms, by ranks", "1.100", "100.0 us + 1 ns per byte, ring"):
@@ -279,7 +281,7 @@ def test_contenders_are_read_with_their_options() -> None:
 @pytest.mark.skipif(not can_shape_links(), reason="needs root and iproute2 to make network namespaces")
 def test_measured_steps_on_a_link_are_predicted(tmp_path: Path) -> None:
     written = tmp_path / "a.json"
-    options = ["--model", "convbn40", "--link", "40", "--steps", "10", "--hooks", "none", "bf16"]
+    options = ["--model", "convbn40", "--link", "40", "--steps", "6", "--hooks", "none", "bf16"]
     assert main(["bench", "scaling", *options, "--json", str(written)]) == 0
     summary = json.loads(written.read_text())["summary"]
     assert summary["hop"]["seconds_per_byte"] == pytest.approx(8 / 40e6, rel=0.15)

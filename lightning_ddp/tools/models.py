@@ -88,8 +88,6 @@ TORCH_DEFAULT: Final = "torch_ddp"
 TORCH_VIEW: Final = "torch_ddp_view"
 TORCH_FLAGS: Final = "torch_ddp_flags"
 """torch's wrapper with all flags that make a static model's step faster."""
-BARE: Final = "bare"
-"""The module without a wrapper, on one rank, to measure the overhead of wrappers."""
 
 _VIEW: Final = {"gradient_as_bucket_view": True}
 CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -98,13 +96,11 @@ CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     TORCH_DEFAULT: {},
     TORCH_VIEW: _VIEW,
     TORCH_FLAGS: {**_VIEW, "static_graph": True, "batched_grad_copy": True},
-    BARE: {},
 }
 """Arguments of the wrappers besides the module and its device, by name."""
 
 
 def is_torch(contender: str) -> bool:
-    """Return True if the contender is torch's DistributedDataParallel."""
     return contender in (TORCH_DEFAULT, TORCH_VIEW, TORCH_FLAGS)
 
 
@@ -115,24 +111,20 @@ def constructor_flags(contender: str) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name in known or not is_torch(contender)}
 
 
-def wrap(contender: str, module: nn.Module, device: torch.device) -> nn.Module:
+def wrap(contender: str, module: nn.Module, device: torch.device) -> Any:
     """Return a module, which is on its device, in the wrapper of a contender, on the default process group.
 
     Collective: all ranks must call it.
     """
-    if contender == BARE:
-        return module
     wrapper: Any = DistributedDataParallel if is_torch(contender) else BucketedDDP
     device_ids = [device.index] if device.type == "cuda" else None
-    wrapped: nn.Module = wrapper(module, device_ids=device_ids, **constructor_flags(contender))
-    return wrapped
+    return wrapper(module, device_ids=device_ids, **constructor_flags(contender))
 
 
 class TrainingRun:
     """A model in training: wrapped, with its optimizer and its batch. All ranks must construct it."""
 
     def __init__(self, contender: str, workload: Workload, device: torch.device) -> None:
-        self.contender = contender
         self.batch = workload.batch.to(device)
         self.module = workload.module.to(device)
         self.wrapped = wrap(contender, self.module, device)
@@ -140,27 +132,12 @@ class TrainingRun:
         self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=1e-6)
 
     def step(self) -> None:
-        """Do one training step: zero the gradients, forward, backward, update."""
         self._optimizer.zero_grad(set_to_none=True)
         compute_loss(self.wrapped(self.batch)).backward()
         self._optimizer.step()
 
-    def state_after_one_step(self, workload: Workload) -> dict[str, Tensor]:
-        """Do one step from the weights of a workload; return the state that is the same on all ranks.
-
-        That is "gradients", and "buffers" if the model has floating-point buffers, each as one vector.
-        """
+    def gradients_from(self, workload: Workload) -> Tensor:
+        """Do one step from the weights of a workload; return all gradients as one vector on the CPU."""
         self.module.load_state_dict(workload.module.state_dict())
         self.step()
-        gradients = []
-        for name, parameter in self.wrapped.named_parameters():
-            if parameter.grad is None:
-                raise RuntimeError(f"{self.contender} left {name} without a gradient")
-            gradients.append(parameter.grad.flatten())
-        state = {"gradients": torch.cat(gradients)}
-        self.wrapped.eval()
-        with torch.no_grad():
-            self.wrapped(self.batch)  # synchronizes the buffers
-        self.wrapped.train()
-        buffers = [buffer.flatten() for buffer in self.wrapped.buffers() if buffer.is_floating_point()]
-        return {**state, "buffers": torch.cat(buffers)} if buffers else state
+        return torch.cat([parameter.grad.flatten() for parameter in self.wrapped.parameters()]).cpu()

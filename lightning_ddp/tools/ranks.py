@@ -1,11 +1,13 @@
 """Supervised processes of ranks that leave nothing behind, on this machine or on a slow link.
 
 The parent hosts a store, which the ranks use for rendezvous, progress and results, so that there is one
-channel and nothing to drain while they run. Between two network namespaces it is a file.
+channel and nothing to drain while they run. A slow link joins two network namespaces (Linux, as root, with
+iproute2), between which the store is a file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import json
@@ -14,12 +16,13 @@ import os
 import random
 import runpy
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -36,9 +39,7 @@ from torch.multiprocessing.spawn import (
 )
 
 from lightning_ddp.tools import ToolError, held_back
-from lightning_ddp.tools.namespaces import INTERFACE, enter, shaped_link
 
-SettingsT = TypeVar("SettingsT")
 ItemT = TypeVar("ItemT")
 
 FAILURE_KEY: Final = "first_failure"
@@ -49,19 +50,14 @@ _PROGRESS_KEY = "progress"
 _POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that are being timed
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankContext:
-    """Rank, device and store of a worker's process."""
+class RankContext(NamedTuple):
+    """Rank, current device and store of a worker's process; each replica has a separate process group."""
 
     rank: int
     world_size: int
-    replica: int = 0
-    """Index of this process's replica; each replica has a separate process group."""
-    num_replicas: int = 1
+    replica: int
     device: torch.device
-    """Device of this rank; with CUDA it is the current device."""
     store: Store
-    """The parent's store."""
 
     def advance(self) -> None:
         """Count one unit of progress, on rank 0 only; one round trip to the parent."""
@@ -91,13 +87,12 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 class _Meeting(NamedTuple):
     """Arguments of `run_ranks` that the ranks need, with the store's host and port, or its file."""
 
-    worker: Callable[[RankContext, Any], object]
-    settings: Any
+    worker: Callable[..., object]
+    arguments: tuple[Any, ...]
     address: tuple[str, int] | str
     namespaces: Sequence[str]
     """Network namespace of each rank; empty for that of the parent."""
     world_size: int
-    num_replicas: int
     device: str
     timeout_s: float
     preload: str | None
@@ -118,9 +113,8 @@ def host_store(timeout_s: float) -> TCPStore:
 
 
 def run_ranks(
-    worker: Callable[[RankContext, SettingsT], object],
-    settings: SettingsT,
-    *,
+    worker: Callable[..., object],
+    *arguments: Any,
     world_size: int,
     device: str = "cpu",
     timeout_s: float,
@@ -131,12 +125,10 @@ def run_ranks(
     preload: str | None = None,
     start_method: str = "spawn",
 ) -> list[Any]:
-    """Run `worker(context, settings)` in new processes that share a process group; leave no process.
+    """Run `worker(context, *arguments)` in new processes that share a process group; leave no process.
 
     Args:
         worker: function at module level, with a result that JSON can represent.
-        settings: an object that pickles.
-        world_size: number of ranks.
         device: "cpu" (gloo), "cuda" (NCCL, one GPU per process) or "cuda:0" (gloo, all share that GPU).
         timeout_s: seconds after which all processes are killed.
         num_replicas: number of replicas of the ranks at once, each with a separate process group.
@@ -167,18 +159,16 @@ def run_ranks(
             address = str(Path(folder, "store"))
             opened = dist.FileStore(address, -1)
             namespaces = stack.enter_context(shaped_link(mbit))
-        sizes = world_size, num_replicas
-        meeting = _Meeting(worker, settings, address, namespaces, *sizes, device, timeout_s, preload)
-        _supervise(meeting, opened, start_method, on_progress)
+        meeting = _Meeting(worker, arguments, address, namespaces, world_size, device, timeout_s, preload)
+        _supervise(meeting, world_size * num_replicas, opened, start_method, on_progress)
         members = itertools.product(range(num_replicas), range(world_size))
         return [json.loads(opened.get(f"result/{replica}/{rank}")) for replica, rank in members]
 
 
 def _supervise(
-    meeting: _Meeting, store: Store, start_method: str, on_progress: Callable[[int], object]
+    meeting: _Meeting, count: int, store: Store, start_method: str, on_progress: Callable[[int], object]
 ) -> None:
-    """Start the processes, wait for them, and kill those that are left."""
-    count = meeting.world_size * meeting.num_replicas
+    """Start `count` processes, wait for them, and kill those that are left."""
     # A store in this process looks up the address of each client, and holds a lock of the C library
     # meanwhile, which a rank that is forked then could never take.
     all_made = multiprocessing.get_context(start_method).Barrier(count)
@@ -232,10 +222,9 @@ def _run_rank(index: int, meeting: _Meeting, all_made: Barrier) -> None:
         timeout=timedelta(seconds=meeting.timeout_s),
         device_id=device if has_nccl else None,
     )
-    sizes = {"world_size": meeting.world_size, "num_replicas": meeting.num_replicas}
-    context = RankContext(rank=rank, replica=replica, device=device, store=store, **sizes)
+    context = RankContext(rank, meeting.world_size, replica, device, store)
     try:
-        store.set(f"result/{replica}/{rank}", json.dumps(meeting.worker(context, meeting.settings)))
+        store.set(f"result/{replica}/{rank}", json.dumps(meeting.worker(context, *meeting.arguments)))
         dist.barrier()  # no rank exits while another rank still communicates
     except Exception:
         # Before the group is destroyed, which makes the other ranks fail: the first entry is the cause.
@@ -257,23 +246,78 @@ class RoundRobin:
         self._num_ranks = num_ranks
         self._next = 0
 
-    def of(self, items: Iterable[ItemT], mine: Container[ItemT]) -> Iterator[ItemT]:
-        """Yield each of this process's items in its turn, which ends when the next item is requested.
-
-        Raises:
-            RuntimeError: the previous turn does not end within the timeout of the store.
-        """
-        for item in items:
-            number = self._next
-            self._next += 1
-            if item in mine:
-                if number:
-                    self._store.wait([f"turn/{number - 1}"])
-                yield item
-                if self._store.add(f"turn/{number}/count", 1) == self._num_ranks:
-                    self._store.set(f"turn/{number}", "over")
+    @contextmanager
+    def turn(self, order: Sequence[ItemT], mine: ItemT) -> Iterator[None]:
+        """Wait until the turn of `mine`, one in each `order`; the turn lasts as long as the block."""
+        number = self._next + order.index(mine)
+        self._next += len(order)
+        if number:
+            self._store.wait([f"turn/{number - 1}"])
+        yield
+        if self._store.add(f"turn/{number}/count", 1) == self._num_ranks:
+            self._store.set(f"turn/{number}", "over")
 
 
 def shuffled(items: Sequence[ItemT], *, seed: int) -> list[ItemT]:
     """Return the items in an order that depends on the seed alone, so it is the same on all ranks."""
     return random.Random(seed).sample(items, k=len(items))
+
+
+# ---------------------------------------------------------------------- a slow link
+
+INTERFACE: Final = "link0"
+"""Name of the link in both namespaces."""
+
+_CLONE_NEWNET = 0x40000000
+
+
+def ip(*arguments: str) -> None:
+    """Run the command `ip` of iproute2 with these arguments; raise `ToolError` if it fails."""
+    try:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ToolError("ip is not installed, but shaped links need iproute2") from error
+    except subprocess.CalledProcessError as error:
+        raise ToolError(f"ip {' '.join(arguments)} failed: {error.stderr.strip()}") from error
+
+
+@contextmanager
+def shaped_link(mbit: float) -> Iterator[list[str]]:
+    """Create two network namespaces with a link of `mbit` Mbit/s each way in this context; yield names."""
+    tag = uuid.uuid4().hex[:6]
+    names, ends = ([f"{kind}{tag}{rank}" for rank in range(2)] for kind in ("lddp", "v"))
+    burst = max(32_000, int(mbit * 1e6 / 8 / 250))  # bytes between two ticks of the shaper
+    shape = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "400ms")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for rank, (name, end) in enumerate(zip(names, ends, strict=True)):
+            ip("link", "set", end, "netns", name)
+            inside = ("netns", "exec", name)
+            ip(*inside, "ip", "link", "set", end, "name", INTERFACE)
+            ip(*inside, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE)
+            ip(*inside, "ip", "link", "set", "lo", "up")
+            ip(*inside, "ip", "link", "set", INTERFACE, "up")
+            ip(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", *shape)
+        yield names
+    finally:
+        for name in names:
+            with suppress(ToolError):  # it was not made
+                ip("netns", "del", name)
+
+
+def enter(name: str) -> None:
+    """Move the calling thread, and threads that it starts later, to a network namespace."""
+    with open(f"/var/run/netns/{name}", encoding="ascii") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise ToolError(f"setns failed: {os.strerror(ctypes.get_errno())}")
+
+
+def read_sent_bytes() -> int | None:
+    """Return the bytes that the kernel has sent on this thread's link, with all headers; None without one."""
+    for line in Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counts.split()[8])
+    return None

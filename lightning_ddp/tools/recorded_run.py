@@ -17,7 +17,7 @@ from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_ddp.hooks import build_hook
 from lightning_ddp.telemetry.step_record import StepRecord
@@ -32,8 +32,14 @@ from lightning_ddp.telemetry.timeline import (
     save,
 )
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import add_shared, format_table, output_path, positive_int
-from lightning_ddp.tools.drawing import picture_path, save_panels
+from lightning_ddp.tools.command_line import (
+    add_shared,
+    format_table,
+    output_path,
+    picture_path,
+    positive_int,
+    save_panels,
+)
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP, OURS, TrainingRun, build_workload
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 
@@ -85,9 +91,8 @@ class Timeline:
             folder = args.folder
             if folder is None:
                 folder = Path(scratch)
-                settings = RecordSettings(model=args.model, folder=scratch, num_steps=args.steps)
                 options = {"world_size": args.world_size, "device": args.device, "timeout_s": args.timeout_s}
-                run_ranks(record_steps, settings, **options)
+                run_ranks(record_steps, args.model, scratch, args.steps, **options)
             recordings = load_folder(folder)
         lanes = lanes_of(recordings, num_steps=args.steps)
         draw_lanes(lanes, args.picture)
@@ -140,31 +145,24 @@ def _draw_lanes(lanes: Sequence[Lane], axes: Any) -> None:
     axes.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(keys))
 
 
-class RecordSettings(NamedTuple):
-    """Settings of `record_steps`: model, output folder, number of steps, whether gradients are averaged."""
-
-    model: str
-    folder: str
-    num_steps: int
-    communicates: bool = True
-    """False to record the computation of each rank alone, without averages of gradients."""
-
-
-def record_steps(context: RankContext, settings: RecordSettings) -> None:
+def record_steps(
+    context: RankContext, model: str, folder: str, num_steps: int, *, communicates: bool = True
+) -> None:
     """Train a model, and write the times of this rank's last steps to a folder.
 
+    Without `communicates` gradients are not averaged.
     Collective: all ranks must call it.
     """
-    training = TrainingRun(OURS, build_workload(settings.model, rank=context.rank), context.device)
-    wrapped: Any = training.wrapped
-    if not settings.communicates:
-        wrapped.register_comm_hook(None, build_hook("noop", wrapped.process_group, context.device))
-    recorder = wrapped.record_steps(settings.num_steps)
-    for _ in range(_NUM_WARMUP_STEPS + settings.num_steps):
+    training = TrainingRun(OURS, build_workload(model, rank=context.rank), context.device)
+    if not communicates:
+        hook = build_hook("noop", training.wrapped.process_group, context.device)
+        training.wrapped.register_comm_hook(None, hook)
+    recorder = training.wrapped.record_steps(num_steps)
+    for _ in range(_NUM_WARMUP_STEPS + num_steps):
         training.step()
         synchronize(context.device)  # on CUDA a step is kept once the device has finished it
     where: dict[str, Any] = {"rank": context.rank, "world_size": context.world_size}
-    save(Path(settings.folder), Recording(**where, host=socket.gethostname(), steps=list(recorder.records)))
+    save(Path(folder), Recording(**where, host=socket.gethostname(), steps=list(recorder.records)))
 
 
 # ---------------------------------------------------------------------- the page of a run
@@ -270,10 +268,7 @@ def _medians(recordings: Sequence[Recording], values: Mapping[str, Mapping[int, 
 
 
 def host_advice(steps: Sequence[StepRecord]) -> str | None:
-    """Return a text on why the GPU of recorded steps waits for the host, with what to set.
-
-    None if it does not wait, or if the steps are of a CPU.
-    """
+    """Return why the GPU of recorded steps waits for the host, and what to set; None if it does not wait."""
     spans = [(s.host_ns, s.forward_start, s.comm_end) for s in steps if s.host_ns is not None]
     shares = [host / (end - start) for host, start, end in spans if None not in (start, end)]
     if not shares or statistics.median(shares) < _HOST_BOUND:

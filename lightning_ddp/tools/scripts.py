@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import compileall
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,19 +31,6 @@ _POLL_S: Final = 0.02
 _DEATH_S: Final = 30.0  # a killed process is gone in milliseconds, on a busy machine in seconds
 
 
-@contextmanager
-def compiled_package() -> Iterator[str]:
-    """Yield a temporary folder with this package and its bytecode, as an installer leaves it.
-
-    Otherwise a script would compile a source tree at each start, if Python may not write bytecode.
-    """
-    with tempfile.TemporaryDirectory(prefix="lightning_ddp_") as folder:
-        package = PACKAGE_ROOT / "lightning_ddp"
-        shutil.copytree(package, Path(folder, package.name), ignore=shutil.ignore_patterns("__pycache__"))
-        compileall.compile_dir(folder, quiet=1)
-        yield folder
-
-
 class _Script:
     """A running script, with its processes and its output file."""
 
@@ -54,9 +39,8 @@ class _Script:
         self._output = output
         # The script must start its processes itself, also inside a SLURM job.
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        if launcher:
-            places = [arguments["package_root"], env.get("PYTHONPATH")]
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), env.get("PYTHONPATH")]))
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start would compile a source tree
         command = [sys.executable, *launcher, str(path), json.dumps(arguments)]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         self.started_at = time.time()
@@ -74,27 +58,22 @@ class _Script:
         """Return an error that says `what` and shows the end of the script's output."""
         return ToolError(f"{self.label} {what}:\n{self.text[-_TAIL:]}")
 
-    def value_of(self, mark: str) -> str | None:
-        """Return the rest of the first output line that begins with `mark`; None without such a line."""
-        found = re.search(rf"^{mark} (.*)$", self.text, re.MULTILINE)
-        return found and found[1]
+    def events(self, kind: str) -> list[Any]:
+        """Return the JSON values of the output lines that begin with `kind`, in order."""
+        return [json.loads(value) for value in re.findall(rf"^{kind} (.*)\n", self.text, re.MULTILINE)]
 
-    def run_to(self, mark: str, timeout_s: float, *, ends_there: bool = False) -> str:
-        """Wait for the script's end, or with `ends_there` for a line; return the rest of the line.
-
-        Raises:
-            ToolError: the script fails, ends without the line, or takes more than `timeout_s` seconds.
-        """
-        while self.process.poll() is None and not (ends_there and self.value_of(mark)):
+    def run_to(self, kind: str, timeout_s: float, *, ends_there: bool = False) -> Any:
+        """Wait for the script's end, or with `ends_there` for an event; return the value of the event."""
+        while self.process.poll() is None and not (ends_there and self.events(kind)):
             if time.time() > self.started_at + timeout_s:
                 raise self.failed(f"was still running after {timeout_s:g} s")
             time.sleep(_POLL_S)
-        status, found = self.process.poll(), self.value_of(mark)
+        status, found = self.process.poll(), self.events(kind)
         if status:
             raise self.failed(f"ended with status {status}")
-        if found is None:
-            raise self.failed(f"did not reach {mark}")
-        return found
+        if not found:
+            raise self.failed(f"did not reach {kind}")
+        return found[0]
 
     def memory_mib(self) -> float:
         """Return the memory of the script's processes in MiB; a page shared by several counts once."""
@@ -130,10 +109,7 @@ class _Script:
 
 @contextmanager
 def started(path: Path, arguments: dict[str, Any], launcher: Sequence[str] = ()) -> Iterator[_Script]:
-    """Run a script, with its arguments as JSON, in this block; kill its remaining processes at the end.
-
-    `launcher` has arguments of the interpreter before the script.
-    """
+    """Run a script, behind `launcher` and with arguments as JSON, in this block; kill what is left of it."""
     running: _Script | None = None
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_script_") as folder:
         try:
@@ -151,7 +127,7 @@ class Commit(NamedTuple):
     moment_s: float
     step: int
     rank: int
-    samples: list[str]
+    samples: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,34 +157,29 @@ def run_to_fault(
     """Train with one of `STRATEGIES` until the victim fails and all exit; kill the rest; return the outcome.
 
     The arguments are those of `train` in the script, at least `fault` and `victim`. All of it has
-    `2 * timeout_s` seconds.
-
-    Raises:
-        ToolError: the script did not reach the fault.
+    `2 * timeout_s` seconds. Raises `ToolError` if the script does not reach the fault.
     """
-    common = {"strategy": strategy, "devices": world_size, "package_root": str(PACKAGE_ROOT), "num_steps": 64}
+    common = {"strategy": strategy, "devices": world_size, "num_steps": 64}
     deadline = time.monotonic() + 2 * timeout_s
     with started(TRAINING, {**common, **arguments}, launcher) as running:
         while running.alive() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        gone, num_left, text = time.time(), len(running.alive()), running.text
+        gone, num_left = time.time(), len(running.alive())
         exit_code = running.process.wait() if num_left == 0 else running.process.poll()
-        fault_line = re.search(r"FAULT (\d+\.\d+)", text)
-        if fault_line is None:
+        faults, raised = running.events("FAULT"), running.events("RAISED")
+        regroups, committed = running.events("REGROUP"), running.events("COMMIT")
+        if not faults:
             raise running.failed("reached no fault")
-    start = float(fault_line[1])
-    told = re.findall(r"RANK (\d+) RAISED (.*): LEARNED (\d+\.\d+)", text)
-    regroups = re.findall(r"^REGROUP (\d+\.\d+)$", text, re.MULTILINE)
-    lines = re.findall(r"COMMIT (\d+\.\d+) (\d+) (\d+) ([\d ]+)$", text, re.MULTILINE)
-    commits = [Commit(float(at) - start, int(step), int(rank), ids.split()) for at, step, rank, ids in lines]
+    start = faults[0]
+    commits = [Commit(at - start, *rest) for at, *rest in committed]
     after = [commit.moment_s for commit in commits if commit.step > arguments.get("fault_step", 3)]
     return FailedRun(
-        learned_s=tuple(float(moment) - start for _, _, moment in told),
-        raised={int(rank): what for rank, what, _ in told},
+        learned_s=tuple(at - start for at, _, _ in raised),
+        raised={rank: what for _, rank, what in raised},
         gone_s=gone - start,
         num_left=num_left,
         exit_code=exit_code,
-        regroups_s=tuple(map(float, regroups)),
+        regroups_s=tuple(regroups),
         resumed_s=min(after, default=None),
         commits=commits,
     )

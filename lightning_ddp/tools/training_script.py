@@ -1,7 +1,7 @@
 """Training script for timing a start, steps or a failure, which prints the times of events; run as a file.
 
 Its argument is a JSON object with the name of a `function` below, by default `train`, and its keywords. With
-the strategy "ddp" it does not import this package, which is in the folder `package_root`.
+the strategy "ddp" it does not import this package.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
 
 
-def _say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())  # one write, so that lines of the ranks do not mix
+def _say(kind: str, value: Any) -> None:
+    # one write, so that lines of the ranks do not mix
+    os.write(1, f"\n{kind} {json.dumps(value)}\n".encode())
 
 
 def train(
     *,
     strategy: str,
-    package_root: str,
     devices: int,
     accelerator: str = "cpu",
     num_steps: int = 1,
@@ -47,7 +47,7 @@ def train(
     folder: str | None = None,
     step_s: float = 0.0,
 ) -> None:
-    """Train a small model; print `FIRST_BATCH`, `FAULT` and `LEARNED` with the time.
+    """Train a small model; print `FIRST_BATCH`, `FAULT` and `RAISED` with the time.
 
     The victim, with `num_victims - 1` ranks before it, fails once by `fault` as in `_fail`, in step
     `fault_step`: before it ("idle"), in it ("forward", "backward", "all-reduce", "optimizer"), or at the
@@ -60,7 +60,6 @@ def train(
 
     chosen: Any = strategy
     if strategy == "custom_ddp":
-        sys.path.insert(0, package_root)
         import lightning_ddp
 
         if on_failure is not None or backend is not None:
@@ -98,7 +97,7 @@ def train(
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_rank == 0 and batch_idx == 0:
-                _say(f"FIRST_BATCH {time.time():.6f}")
+                _say("FIRST_BATCH", time.time())
             self.reached("idle")
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -114,14 +113,14 @@ def train(
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if has_ledger:
-                ids = " ".join(map(str, batch[:, 0].int().tolist()))
-                _say(f"COMMIT {time.time():.6f} {self.trainer.global_step} {self.global_rank} {ids}")
+                ids = batch[:, 0].int().tolist()
+                _say("COMMIT", [time.time(), self.trainer.global_step, self.global_rank, ids])
 
         def on_world_changed(self, change: Any) -> None:
             if change.joined_ranks:
                 self.step_s = 0.0
             if change.new_rank == 0:
-                _say(f"REGROUP {change.seconds:.6f}")
+                _say("REGROUP", change.seconds)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-6)
@@ -130,7 +129,7 @@ def train(
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             if trainer.global_rank != victim:
                 said = f"{type(exception).__name__} of {getattr(exception, 'rank', 'nobody')}"
-                _say(f"RANK {trainer.global_rank} RAISED {said}: LEARNED {time.time():.6f}")
+                _say("RAISED", [time.time(), trainer.global_rank, said])
 
     callbacks: list[Any] = [Witness()] if fault else []
     resumed = None
@@ -147,7 +146,7 @@ def _fail(fault: str | None, device: Any) -> None:
     """Make this process fail: "exception", "kill", "stop"; with "memory" and "address" as a GPU does."""
     import torch
 
-    _say(f"FAULT {time.time():.6f}")
+    _say("FAULT", time.time())
     if fault in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     elif fault == "memory":
@@ -158,10 +157,7 @@ def _fail(fault: str | None, device: Any) -> None:
 
 
 def train_on_nodes(*, num_nodes: int, **arguments: Any) -> None:
-    """Call `train` in a process for each node, all of them on this host; exit with the worst exit code.
-
-    A node that is killed has none.
-    """
+    """Call `train` in a process for each node, all on this host; exit with the worst exit code."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -187,19 +183,16 @@ def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = Non
     return trainer
 
 
-def time_import(*, package_root: str) -> None:
+def time_import() -> None:
     """Print `IMPORTED` with the seconds of the import of Lightning alone, and of both packages."""
-    sys.path.insert(0, package_root)
     start = time.perf_counter()
     importlib.import_module("pytorch_lightning")
     between = time.perf_counter()
     importlib.import_module("lightning_ddp")
-    _say(f"IMPORTED {json.dumps([between - start, time.perf_counter() - start])}")
+    _say("IMPORTED", [between - start, time.perf_counter() - start])
 
 
-def time_fits(
-    *, turns: list[str], package_root: str, devices: int, num_steps: int, num_warmup: int, model: str
-) -> None:
+def time_fits(*, turns: list[str], devices: int, num_steps: int, num_warmup: int, model: str) -> None:
     """Print `STEP_SECONDS` with the mean step of one fit for each value of `on_failure` in `turns`.
 
     The steps, of a model of `models.py` on a part of a sample, are timed with their boundaries, after the
@@ -208,7 +201,6 @@ def time_fits(
     import pytorch_lightning as pl
     import torch
 
-    sys.path.insert(0, package_root)
     import lightning_ddp
     from lightning_ddp.tools.models import build_workload, compute_loss
 
@@ -242,7 +234,7 @@ def time_fits(
         options: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "enable_checkpointing": False}
         trainer = _fit(Timed(), devices, num_steps, **options)
     if trainer.global_rank == 0:
-        _say(f"STEP_SECONDS {json.dumps(seconds)}")
+        _say("STEP_SECONDS", seconds)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.namespaces import enter, ip
+from lightning_ddp.tools.ranks import enter, ip
 
 NAMESPACES = tuple(f"lddp{os.getpid()}n{node}" for node in range(2))
 """Names of their own for each process: tests of several checkouts may run at the same time."""

@@ -1,7 +1,7 @@
 """Benchmarks behind `python -m lightning_ddp bench`, and their class: name, options, measure, table.
 
 Contenders take turns within one run, so that a slow minute of the machine affects all of them, and ratios are
-medians of ratios that are paired by round. Each file is one benchmark, with the code that its ranks run.
+medians of ratios that are paired by round. Each file has benchmarks, with the code that their ranks run.
 """
 
 from __future__ import annotations
@@ -9,30 +9,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import format_table, installed_version, output_path, paired_ratio
-from lightning_ddp.tools.drawing import draw_bars, picture_path, quartiles, save_panels
-
-_PACKAGES: Final = ("torch", "pytorch-lightning", "lightning_ddp")
+from lightning_ddp.tools.command_line import (
+    describe_machine,
+    draw_bars,
+    format_table,
+    output_path,
+    paired_ratio,
+    picture_path,
+    quartiles,
+    save_panels,
+)
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
 """Values of each round, measured in turns, by subject (a model, a start) and contender."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Median and spread of one contender of a benchmark, with the ratio to a reference contender."""
+class Comparison(NamedTuple):
+    """Median and interquartile range of a contender's rounds, with the ratio to a reference contender."""
 
     median: float
     iqr: float
-    """Interquartile range over the rounds."""
     ratio: float
     """Reference / this contender: median of ratios paired by round; below 1 if the reference is smaller."""
 
@@ -63,7 +66,6 @@ class Result:
 
     @property
     def comparisons(self) -> Comparisons:
-        """Median, spread and ratio to its reference of each contender, by subject."""
         references = self.references
         if isinstance(references, str):
             references = dict.fromkeys(self.samples, references)
@@ -95,9 +97,7 @@ class Benchmark:
     """Function that declares the options, besides `--json` and `--plot`."""
     measure: Callable[[argparse.Namespace], Result]
     table: Callable[[Result], str]
-    """Function that formats the printed table."""
     draw: Callable[..., None] = draw_medians
-    """Function that draws the result to a file, with unit and title."""
     title: str = "medians with quartiles; the ratio is ours / contender"
     """Title of the picture."""
 
@@ -110,11 +110,7 @@ class Benchmark:
             parser.add_argument(name, type=kind, metavar="PATH", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print the table, and write the requested files; return the exit status 0.
-
-        Raises:
-            ToolError: the settings cannot be measured, a process fails or a deadline passes.
-        """
+        """Measure, print the table, and write the requested files; return the exit status 0."""
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise ToolError(
                 f"bench {self.name} starts its own processes, but RANK is set. Run it once, without torchrun"
@@ -129,15 +125,10 @@ class Benchmark:
         return 0
 
     def _report(self, result: Result) -> dict[str, object]:
-        figures = {s: {name: asdict(of) for name, of in by.items()} for s, by in result.comparisons.items()}
+        figures = {s: {name: of._asdict() for name, of in by.items()} for s, by in result.comparisons.items()}
         return {
             "benchmark": self.name,
-            "environment": {
-                "platform": platform.platform(),
-                "python": platform.python_version(),
-                "num_cpus": os.cpu_count(),
-                "packages": {name: installed_version(name) for name in _PACKAGES},
-            },
+            "environment": describe_machine(),
             "settings": result.settings,
             "unit": self.unit,
             "summary": {"comparisons": figures, **result.extra},

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp.launch.interface import is_own_address
+from lightning_ddp.launch.rendezvous import open_store
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
     existing_file,
@@ -40,7 +40,10 @@ from lightning_ddp.tools.doctor.machine import (
     LEVELS,
     DeadlinePassed,
     Finding,
+    Plan,
     addresses,
+    examine,
+    exchange,
     gather_facts,
     interface_to,
     place,
@@ -49,7 +52,6 @@ from lightning_ddp.tools.doctor.machine import (
     within,
     worst,
 )
-from lightning_ddp.tools.doctor.measure import Plan, examine, exchange
 from lightning_ddp.tools.doctor.verify import run_checks
 from lightning_ddp.tools.ranks import RankContext, run_ranks
 
@@ -76,43 +78,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "size of the timed all-reduce in MiB (default: %(default)s)"
     parser.add_argument("--size-mb", type=positive_float, default=64.0, metavar="MIB", help=text)
     parser.add_argument("--json", action="store_true", help="print all results as JSON instead")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help=(
-            "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with"
-            " torch's DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less"
-            " than a minute. --processes limits the number of GPUs."
-        ),
+    text = (
+        "train on this machine's GPUs, or else on 2 CPU ranks, and report PASS or FAIL. Compare with torch's"
+        " DDP, and hooks and averagers with their formulas; kill a rank; time steps. Takes less than a"
+        " minute. --processes limits the number of GPUs."
     )
-    parser.add_argument(
-        "--full",
-        nargs="?",
-        type=output_path,
-        const="checklist",
-        metavar="PATH",
-        help=(
-            "with --verify: go through the checklist of a first day on hardware, with each implementation of"
-            " NCCL. Abort groups, and lose ranks in all phases of a step. An item is PASS, FAIL or NOT HERE."
-            " Write PATH.json and PATH.png (default: checklist). Takes up to 9 minutes."
-        ),
+    parser.add_argument("--verify", action="store_true", help=text)
+    text = (
+        "with --verify: go through the checklist of a first day on hardware, with each implementation of"
+        " NCCL. Abort groups, and lose ranks in all phases of a step. An item is PASS, FAIL or NOT HERE."
+        " Write PATH.json and PATH.png (default: checklist). Takes up to 9 minutes."
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="device of --verify (default: cuda if there is a GPU)"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=(),
-        metavar="CHECK",
-        help="run only those checks of --verify whose names begin with this text, such as 'hook topk'",
-    )
-    parser.add_argument(
-        "--preload",
-        type=existing_file,
-        metavar="FILE",
-        help="Python file that each rank of --verify runs first, for example to register a backend",
-    )
+    parser.add_argument("--full", nargs="?", type=output_path, const="checklist", metavar="PATH", help=text)
+    text = "device of --verify (default: cuda if there is a GPU)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=text)
+    text = "run only those checks of --verify whose names begin with this text, such as 'hook topk'"
+    parser.add_argument("--only", nargs="+", default=(), metavar="CHECK", help=text)
+    text = "Python file that each rank of --verify runs first, for example to register a backend"
+    parser.add_argument("--preload", type=existing_file, metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -195,7 +178,7 @@ class _Examination:
     def _examine_processes(self, plan: Plan) -> None:
         count, limit_s = self._args.processes, 4 * plan.timeout_s
         try:
-            self._answers = run_ranks(_examine_rank, (plan, self._env), world_size=count, timeout_s=limit_s)
+            self._answers = run_ranks(_examine_rank, plan, self._env, world_size=count, timeout_s=limit_s)
         except ToolError as error:
             raise _Problem("all-reduce", f"{count} processes on this machine: {error}") from error
 
@@ -242,53 +225,42 @@ class _Examination:
 
     def _meet(self) -> Any:
         """Return a connection to the ranks' key-value store, which rank 0 opens unless torchrun has one."""
-        if self._here.rank == 0 and not self._here.has_agent_store:
+        here, limit = self._here, timedelta(seconds=self._args.timeout_s)
+        if here.rank == 0 and not here.has_agent_store:
             return self._host_store()
         address = self._find_master()
         try:
-            return self._open_store(address, is_host=False)
+            return self._opened(partial(dist.TCPStore, address, here.master_port, timeout=limit))
         except (OSError, RuntimeError) as error:
             raise _Problem(
                 "master",
-                f"{self._here.master_addr}, port {self._here.master_port}: something listens there, but it"
-                " is not the store of this run. Use another MASTER_PORT on all nodes",
+                f"{here.master_addr}, port {here.master_port}: something listens there, but it is not the"
+                " store of this run. Use another MASTER_PORT on all nodes",
             ) from error
 
-    def _open_store(self, address: str, *, is_host: bool) -> Any:
-        port, timeout_s = self._here.master_port, self._args.timeout_s
-        assert port is not None  # a missing port is a finding already
-        limit = timedelta(seconds=timeout_s)
-        step = partial(dist.TCPStore, address, port, is_master=is_host, wait_for_workers=False, timeout=limit)
+    def _host_store(self) -> Any:
+        """Open the store as a run does."""
+        where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
         try:
-            return within(timeout_s + 1.0, f"connecting to the store at {address}, port {port}", step)
+            store = self._opened(partial(open_store, self._here.master_addr, self._here.master_port))
+        except (OSError, RuntimeError) as error:
+            raise _Problem("port", f"{where}: {str(error).splitlines()[0]}") from error
+        self._findings.append(Finding("PASS", "port", f"{where}: free, and opened here"))
+        return store
+
+    def _opened(self, step: Callable[[], Any]) -> Any:
+        limit_s = self._args.timeout_s
+        try:
+            store = within(limit_s + 1.0, f"connecting to the store, port {self._here.master_port}", step)
         except DeadlinePassed:
             self.is_stuck = True
             raise
-
-    def _host_store(self) -> Any:
-        assert self._here.master_addr is not None  # the caller has looked
-        where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
-        address = resolve(self._here.master_addr, self._args.timeout_s)
-        if not is_own_address(address):
-            own = ", ".join(f"{a} ({name})" for name, a in addresses().items())
-            raise _Problem(
-                "master",
-                f"{where}: rank 0 is here, but {address} is not an address of this host, which has {own}."
-                " Use an address that all nodes reach",
-            )
-        try:
-            store = self._open_store(address, is_host=True)
-        except (OSError, RuntimeError) as error:
-            message = f"{where}: the port cannot be opened ({str(error).splitlines()[0]}). Another process"
-            raise _Problem("port", f"{message} uses it. Use another port on all nodes") from error
-        self._findings.append(Finding("PASS", "port", f"{where}: free, and opened here"))
+        store.set_timeout(timedelta(seconds=limit_s))
         return store
 
     def _find_master(self) -> str:
         """Wait until the master's port can be reached, and return the master's address."""
         here, timeout_s = self._here, self._args.timeout_s
-        assert here.master_addr is not None  # the findings would say so
-        assert here.master_port is not None
         address = resolve(here.master_addr, timeout_s)
         interface = interface_to(address) or "no interface"
         where = f"{here.master_addr}, port {here.master_port}, through {interface}"
@@ -325,9 +297,9 @@ class _Examination:
         return 1 if worst(findings) == "FAIL" else 0
 
 
-def _examine_rank(context: RankContext, settings: tuple[Plan, dict[str, str]]) -> dict[str, Any]:
+def _examine_rank(context: RankContext, plan: Plan, env: dict[str, str]) -> dict[str, Any]:
     rank, world_size = context.rank, context.world_size
-    return examine(context.store, *settings, rank=rank, local_rank=rank, world_size=world_size)
+    return examine(context.store, plan, env, rank=rank, local_rank=rank, world_size=world_size)
 
 
 def format_report(answers: Sequence[Answer], findings: Sequence[Finding]) -> str:

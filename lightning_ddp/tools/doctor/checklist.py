@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,18 +23,19 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.comm import nccl
+from lightning_ddp.comm.group import Group, sibling_group
+from lightning_ddp.comm.teardown import abort_groups, destroy_groups, retire_groups, wait_for_aborts
 from lightning_ddp.hydra_jobs.jobs import restore
+from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.command_line import progress_bar
-from lightning_ddp.tools.doctor.drill import DRILLS, run_drill
-from lightning_ddp.tools.doctor.machine import Finding, Level, gather_facts
-from lightning_ddp.tools.doctor.trials import HOST_WAITS, trials_of
-from lightning_ddp.tools.doctor.verify import Settings, shorten, stop_problem, try_in_ranks
-from lightning_ddp.tools.drawing import draw_bars, save_panels
-from lightning_ddp.tools.ranks import run_ranks
-from lightning_ddp.tools.recorded_run import RecordSettings, host_advice, record_steps
-from lightning_ddp.tools.scripts import RUN, FailedRun, run_to_fault
+from lightning_ddp.tools.command_line import draw_bars, progress_bar, save_panels
+from lightning_ddp.tools.doctor.machine import Finding, Level, gather_facts, within
+from lightning_ddp.tools.doctor.trials import HOST_WAITS, Ranks, Verdict, store_verdict, trials_of
+from lightning_ddp.tools.doctor.verify import Settings, fail_a_rank, shorten, stop_ranks, try_in_ranks
+from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
+from lightning_ddp.tools.recorded_run import host_advice, record_steps
+from lightning_ddp.tools.scripts import RUN
 
 _STALL_S: Final = 4.0
 _MOST_DRAWN: Final = 60
@@ -45,6 +47,146 @@ _WRONG: Final = {
     "TORCH_INCLUDE_STACK_TRACE": ("TRUE", "stacks need the interpreter's lock, and may deadlock"),
 }
 """Variables with values that break something, and what."""
+
+_LIMIT_S: Final = 20.0
+_NUM_KERNELS: Final = 200
+_NUM_CYCLES, _CYCLES_WITHIN_S, _MOST_GROWTH_MIB = 50, 20.0, 64.0
+
+
+# ---------------------------------------------------------------------- the drill, in the ranks
+
+
+class Drill:
+    """Test of aborts and new process groups. All ranks call its methods in the same order."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.ranks = Ranks(rank=context.rank, size=context.world_size, device=context.device)
+        self._store: Any = context.store
+        self._backend = dist.get_backend()
+        self._num_groups = 0
+        self._groups: list[Group] = []
+
+    def begin(self, verdict: Verdict) -> None:
+        """Create the default process group, as a run does, and time that with its first all-reduce."""
+        start = time.monotonic()
+        self._num_groups += 1
+        group = join_default_group(
+            self._backend,
+            dist.PrefixStore(f"drill/{self._num_groups}", self._store),
+            rank=self.ranks.rank,
+            world_size=self.ranks.size,
+            timeout=timedelta(seconds=_LIMIT_S),
+            device=torch.device("cpu") if self._backend == "gloo" else self.ranks.device,
+        )
+        self._groups = [Group(group)]
+        self._check_sums(verdict)
+        verdict.figure = f"group and first all-reduce in {time.monotonic() - start:.2f} s"
+
+    def communicate(self, verdict: Verdict) -> None:
+        """Test all-reduces on two communicators in turns, and messages between neighbors in a ring."""
+        rank, size = self.ranks.rank, self.ranks.size
+        self._groups.append(sibling_group(self._groups[0], self.ranks.device))
+        for _ in range(10):
+            self._check_sums(verdict)
+        own = torch.full((1000,), float(rank), device=self.ranks.device)
+        found, source = torch.empty_like(own), (rank - 1) % size
+        ring = [dist.P2POp(dist.isend, own, (rank + 1) % size), dist.P2POp(dist.irecv, found, source)]
+        for work in dist.batch_isend_irecv(ring) if size > 1 else ():
+            work.wait()
+        if size > 1 and float(found[0]) != source:
+            verdict.fail(f"received {float(found[0]):g} from rank {source}")
+        verdict.figure = f"20 all-reduces on 2 communicators in turns, a ring of {size} ranks"
+
+    def abort(self, verdict: Verdict) -> None:
+        """Test an abort of all groups in collectives that rank 0 never calls, behind device kernels."""
+        tensor = torch.ones(1000, device=self.ranks.device)
+        for _ in range(_NUM_KERNELS if tensor.is_cuda else 0):
+            tensor = tensor * 1.0
+        works = [group.all_reduce(tensor.clone()) for group in self._groups if self.ranks.rank]
+        self._meet("abort")
+        start = time.monotonic()
+        self._abort()
+        verdict.figure = f"{len(self._groups)} groups in {time.monotonic() - start:.2f} s"
+        for work in works if self._backend == "gloo" else ():
+            try:
+                within(_LIMIT_S, "a collective that was aborted", work.wait)
+                verdict.fail("a collective that was aborted has ended without an error")
+            except RuntimeError:  # as it should
+                continue
+
+    def rejoin(self, verdict: Verdict) -> None:
+        """Destroy the aborted groups, create the default group again, and time both."""
+        start = time.monotonic()
+        retire_groups(group.process_group for group in self._groups)
+        self._groups = []
+        within(_LIMIT_S, "leaving the groups after their abort", destroy_groups)
+        left_s = time.monotonic() - start
+        self.begin(verdict)
+        verdict.figure = f"left in {left_s:.2f} s, {verdict.figure}"
+
+    def repeat(self, verdict: Verdict) -> None:
+        """Abort and create the groups many times; record a problem if memory use grows."""
+        start, used = time.monotonic(), [self._used_mib()]
+        while len(used) <= _NUM_CYCLES:
+            key = f"again/{len(used)}"
+            if self.ranks.rank == 0:  # one decides for all
+                self._store.set(key, str(time.monotonic() - start < _CYCLES_WITHIN_S))
+            if self._store.get(key) != b"True":
+                break
+            self._meet(f"cycle/{len(used)}")
+            self._abort()
+            self.rejoin(verdict)
+            used.append(self._used_mib())
+        growth, num_cycles = used[-1] - used[min(5, len(used) - 1)], len(used) - 1
+        if growth > _MOST_GROWTH_MIB:
+            verdict.fail(f"memory grew by {growth:.0f} MiB in {num_cycles} recoveries of groups")
+        seconds = (time.monotonic() - start) / max(1, num_cycles)
+        verdict.figure = f"{num_cycles} recoveries of groups, {seconds:.2f} s each, memory {growth:+.0f} MiB"
+
+    def _abort(self) -> None:
+        abort_groups()
+        within(_LIMIT_S, "the abort", wait_for_aborts)
+        within(_LIMIT_S, "work on the device", lambda: synchronize(self.ranks.device))
+
+    def _meet(self, key: str) -> None:
+        """Wait until all ranks have called this with `key`, by the store, as groups may be aborted."""
+        self._store.set(f"{key}/{self.ranks.rank}", "")
+        self._store.wait([f"{key}/{rank}" for rank in range(self.ranks.size)])
+
+    def _check_sums(self, verdict: Verdict) -> None:
+        expected = sum(range(self.ranks.size))
+        for group in self._groups:
+            total = torch.full((1000,), float(self.ranks.rank), device=self.ranks.device)
+            group.wait(group.all_reduce(total), total.device)
+            if float(total[0]) != expected:
+                verdict.fail(f"the sum of the ranks is {float(total[0]):g}, expected {expected}")
+
+    def _used_mib(self) -> float:
+        if self.ranks.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.ranks.device)
+            return (total - free) / 2**20
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+DRILLS: Final = ("begin", "communicate", "abort", "rejoin", "repeat")
+"""Parts of the drill in running order: methods of `Drill`."""
+
+
+def run_drill(context: RankContext, names: Sequence[str]) -> None:
+    """Run the named parts of `Drill` on this rank; store each verdict at once.
+
+    Collective: all ranks must call it.
+    """
+    drill = Drill(context)
+    destroy_groups()
+    context.advance()
+    for name in names:
+        verdict = Verdict()
+        getattr(drill, name)(verdict)
+        store_verdict(context, name, verdict)
+
+
+# ---------------------------------------------------------------------- a backend on this machine
 
 
 class _NotHere(Exception):
@@ -63,7 +205,7 @@ class _Site:
 
     @cached_property
     def drilled(self) -> dict[str, Finding]:
-        return {found.check: found for found in try_in_ranks(self.settings, [*DRILLS], run_drill)}
+        return {found.check: found for found in try_in_ranks(self.settings, DRILLS, run_drill)}
 
     def tried(self, names: Sequence[str], variables: Mapping[str, str] = {}) -> str:
         """Run trials in new processes; return the figure of one, or the number of several, or raise."""
@@ -73,19 +215,6 @@ class _Site:
         if failed or len(found) < len(names):
             raise ToolError("; ".join(failed))
         return found[0].message if len(found) == 1 else f"{len(found)} trials"
-
-    def fail(self, fault: str, **more: Any) -> FailedRun:
-        """Run a training script in which a rank fails, by default the last; return the outcome."""
-        device = self.settings.device
-        if self.size < 2:
-            raise _NotHere("one rank has no peers")
-        if device == "cuda:0" and more.get("on_failure") == "replace":
-            raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
-        if device == "cuda:0":  # each rank is a node of its own, so that all may have that GPU
-            more |= {"function": "train_on_nodes", "num_nodes": self.size, "devices": 1, "backend": "gloo"}
-        arguments = {"victim": self.size - 1, "preload": self.settings.preload, "fault": fault, **more}
-        kind, limit_s = device.partition(":")[0], 2 * self.settings.timeout_s
-        return run_to_fault("custom_ddp", self.size, timeout_s=limit_s, accelerator=kind, **arguments)
 
 
 @contextmanager
@@ -137,9 +266,7 @@ def _watchdog(site: _Site) -> str:
     return f"set with on_failure: {nccl.WATCHDOG_VARIABLES}"
 
 
-def _drilled(site: _Site, name: str, *, needs_device: bool = False) -> str:
-    if needs_device and site.settings.device == "cpu":
-        raise _NotHere("no GPU")
+def _drilled(site: _Site, name: str) -> str:
     found = site.drilled.get(name)
     if found is None or found.level == "FAIL":
         raise ToolError("not run, as the drill had stopped before" if found is None else found.message)
@@ -163,11 +290,9 @@ def _step_time(site: _Site) -> str:
 
 
 def _host_time(site: _Site) -> str:
-    if site.settings.device == "cpu":
-        raise _NotHere("the device is the host")
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"device": site.settings.device, "timeout_s": 4 * site.settings.timeout_s}
-        run_ranks(record_steps, RecordSettings("convbn40", folder, 20), world_size=site.size, **options)
+        run_ranks(record_steps, "convbn40", folder, 20, world_size=site.size, **options)
         advice = host_advice(load_folder(Path(folder))[0].steps)
     num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     return f"convbn40, {num_nodes} NUMA nodes: {advice or 'the GPU does not wait for the host'}"
@@ -179,15 +304,10 @@ def _slow_link(site: _Site) -> str:
     return site.tried(["hook fp16", "hook int8", "hook powersgd"], {"NCCL_P2P_DISABLE": "1"})
 
 
-def _stops(site: _Site, fault: str = "kill", *, needs_device: bool = False, **more: Any) -> str:
-    """Check that all ranks end when one fails by `fault`; return the times as text, or raise."""
-    if needs_device and site.settings.device == "cpu":
-        raise _NotHere("no GPU")
-    found = site.fail(fault, **more)
-    problem = stop_problem(found, more.get("victim", site.size - 1), site.size)
-    if problem is not None:
-        raise ToolError(problem)
-    return f"named after {max(found.learned_s):.2f} s, all gone after {found.gone_s:.2f} s"
+def _stops(site: _Site, fault: str = "kill", **more: Any) -> str:
+    if site.size < 2:
+        raise _NotHere("one rank has no peers")
+    return stop_ranks(site.settings, fault, **more)
 
 
 def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1) -> str:
@@ -196,7 +316,7 @@ def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regr
         raise _NotHere(f"needs {least} ranks")
     figures = []
     for given in faults:
-        found = site.fail(**{"fault": "kill", "on_failure": "shrink", **given})
+        found = fail_a_rank(site.settings, **{"fault": "kill", "on_failure": "shrink", **given})
         if found.exit_code or found.num_left or not found.resumed_s or len(found.regroups_s) < num_regroups:
             raise ToolError(
                 f"{given}: exit code {found.exit_code}, {len(found.regroups_s)} of {num_regroups} recoveries,"
@@ -204,6 +324,12 @@ def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regr
             )
         figures.append(f"{given.get('moment', 'forward')} {found.resumed_s:.2f} s")
     return f"next step after: {', '.join(figures)}"
+
+
+def _replaces(site: _Site) -> str:
+    if site.settings.device == "cuda:0":
+        raise _NotHere("ranks that share a GPU are nodes, which are not replaced")
+    return _continues(site, _REPLACED, num_regroups=2)
 
 
 def _nodes(site: _Site) -> str:
@@ -224,8 +350,8 @@ ITEMS: Final[Mapping[str, Callable[[_Site], str]]] = {
     "9 death before the group": partial(_stops, moment="start"),
     "10 abort in backward": partial(_stops, moment="backward"),
     "11 messages of pairs": partial(_drilled, name="communicate"),
-    "12 abort behind kernels": partial(_drilled, name="abort", needs_device=True),
-    "13 device after an abort": partial(_drilled, name="rejoin", needs_device=True),
+    "12 abort behind kernels": partial(_drilled, name="abort"),
+    "13 device after an abort": partial(_drilled, name="rejoin"),
     "14 memory kept": partial(_drilled, name="repeat"),
     "15 first group": partial(_drilled, name="begin"),
     "16 two communicators": partial(_drilled, name="communicate"),
@@ -237,15 +363,18 @@ ITEMS: Final[Mapping[str, Callable[[_Site], str]]] = {
     "22 exception": partial(_stops, fault="exception"),
     "23 SIGKILL": lambda site: _continues(site, *({"moment": moment} for moment in _MOMENTS)),
     "24 SIGSTOP": lambda site: _continues(site, {"fault": "stop", "stall_s": _STALL_S}),
-    "25 out of memory": partial(_stops, fault="memory", needs_device=True),
-    "26 illegal address": partial(_stops, fault="address", needs_device=True),
+    "25 out of memory": partial(_stops, fault="memory"),
+    "26 illegal address": partial(_stops, fault="address"),
     "27 death of rank 0": partial(_stops, victim=0),
     "28 two at once": lambda site: _continues(site, {"num_victims": 2}, least=3),
-    "29 replacement": lambda site: _continues(site, _REPLACED, num_regroups=2),
+    "29 replacement": _replaces,
     "30 many recoveries": partial(_drilled, name="repeat"),
     "31 two nodes": _nodes,
 }
 """Items in the order of the day, by number and name: functions that return a figure, or raise."""
+
+_NEED_A_GPU: Final = ("12", "13", "20", "25", "26")
+"""Numbers of the items about the device."""
 
 
 # ---------------------------------------------------------------------- the command
@@ -267,7 +396,7 @@ def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[F
             for name, item in chosen.items():
                 start = time.monotonic()
                 with _set(variables):
-                    level, message = _answer(site, item)
+                    level, message = _answer(site, name, item)
                 findings.append(Finding(level, f"{name}, {site.backend}", message))
                 seconds[findings[-1].check] = time.monotonic() - start
                 bar.update()
@@ -283,8 +412,10 @@ def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[F
     return findings
 
 
-def _answer(site: _Site, item: Callable[[_Site], str]) -> tuple[Level, str]:
+def _answer(site: _Site, name: str, item: Callable[[_Site], str]) -> tuple[Level, str]:
     try:
+        if site.settings.device == "cpu" and name.startswith(_NEED_A_GPU):
+            raise _NotHere("no GPU")
         return "PASS", item(site)
     except _NotHere as reason:
         return "NOT HERE", str(reason)

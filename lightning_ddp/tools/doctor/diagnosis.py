@@ -12,7 +12,7 @@ from lightning_ddp.tools.doctor.machine import Finding, Level
 
 T = TypeVar("T")
 Answer = Mapping[str, Any]
-"""Facts of a rank from `measure.examine`, or from `gather_facts` of a single process."""
+"""Facts of a rank from `machine.examine`, or from `gather_facts` of a single process."""
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Variable with which a user names the interface."""
@@ -119,11 +119,9 @@ def _check_cpus(answers: Sequence[Answer]) -> list[Finding]:
     findings = []
     for host, num_ranks in Counter(answer["host"] for answer in answers).items():
         num_cpus = next(answer["num_cpus"] for answer in answers if answer["host"] == host)
-        if num_cpus < num_ranks:
-            message = f"{host}: {num_ranks} ranks share {num_cpus} CPU cores. Give the job one core per rank"
-            findings.append(Finding("WARN", "CPU cores", message))
-        else:
-            findings.append(Finding("PASS", "CPU cores", f"{host}: {num_cpus} cores for {num_ranks} rank(s)"))
+        message, has_few = f"{host}: {num_cpus} cores for {num_ranks} rank(s)", num_cpus < num_ranks
+        message += ". Give the job one core per rank" * has_few
+        findings.append(Finding("WARN" if has_few else "PASS", "CPU cores", message))
     return findings
 
 

@@ -1,28 +1,32 @@
-"""Facts about this process: its launcher, machine, addresses and reachable peers, with deadlines."""
+"""Facts about this process and its peers: launcher, machine, addresses, and an all-reduce; with deadlines."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
-import platform
 import re
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_ddp._lightning import lightnings
+from lightning_ddp._torch import new_gloo
 from lightning_ddp.comm.group import InThread
-from lightning_ddp.comm.nccl import default_implementation
+from lightning_ddp.comm.nccl import connect, default_implementation, memory_problem
 from lightning_ddp.errors import ConfigurationError, LightningDDPError
 from lightning_ddp.launch.environment import nodes_of, variables_by_hand
 from lightning_ddp.launch.interface import interfaces, route_to
-from lightning_ddp.tools.command_line import installed_version
+from lightning_ddp.tools.command_line import describe_machine
+from lightning_ddp.tools.ranks import synchronize
 
 T = TypeVar("T")
 Level = Literal["NOT HERE", "PASS", "WARN", "FAIL"]
@@ -47,7 +51,6 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 # ---------------------------------------------------------------------- this machine
 
-_PACKAGES = ("torch", "pytorch-lightning", "lightning", "hydra-core", "lightning_ddp")
 _PREFIXES = ("SLURM_", "TORCHELASTIC_", "MASTER_", "NCCL_", "GLOO_", "PL_", "LIGHTNING_DDP_", "OMP_", "CUDA_")
 _NAME = re.compile(r"NODE_RANK|((LOCAL_|GROUP_)?(RANK|WORLD_SIZE))")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
@@ -62,14 +65,11 @@ def gather_facts(env: Mapping[str, str], *, rank: int, local_rank: int) -> dict[
         "local_rank": local_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: installed_version(name) for name in _PACKAGES},
+        **describe_machine(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() * has_cuda)],
         "backend": "nccl" if has_nccl else "gloo",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "implementation": default_implementation().name if has_nccl else None,
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "variables": {
             name: value
             for name, value in sorted(env.items())
@@ -90,12 +90,7 @@ class DeadlinePassed(LightningDDPError, TimeoutError):
 
 
 def within(seconds: float, what: str, step: Callable[[], T]) -> T:
-    """Run a step that may block in C code in a thread; return its result, or raise after `seconds`.
-
-    Raises:
-        DeadlinePassed: the step has not ended; its thread is a daemon, so the process can exit.
-        Exception: the error of the step.
-    """
+    """Run a step that may block in C code in a thread; return its result, or raise `DeadlinePassed`."""
     call = InThread(lambda _: step())
     if not call.is_over.wait(seconds):
         raise DeadlinePassed(f"{what} did not end within {seconds:g} s")
@@ -164,8 +159,9 @@ class Placement:
     local_rank: int = 0
     world_size: int = 1
     num_nodes: int = 1
-    master_addr: str | None = None
-    master_port: int | None = None
+    master_addr: Any = None
+    master_port: Any = None
+    """Text and number; None only with a finding, or for a single process."""
     has_agent_store: bool = False
     """True if torchrun's agent hosts the store; otherwise rank 0 does."""
     findings: tuple[Finding, ...] = ()
@@ -173,10 +169,7 @@ class Placement:
 
 
 def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
-    """Return who has started this process (torchrun, SLURM, a user), its rank and node, as variables say.
-
-    `num_nodes` is the number of nodes started by hand.
-    """
+    """Return who has started this process, its rank and node; `num_nodes` is the number given by hand."""
     try:
         if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)
@@ -223,7 +216,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Placement:
     return Placement(
         starter="torchrun",
         rank=rank,
-        local_rank=int(env.get("LOCAL_RANK", 0)),
+        local_rank=int(env["LOCAL_RANK"]),
         world_size=world_size,
         num_nodes=num_nodes,
         master_addr=env.get("MASTER_ADDR"),
@@ -307,3 +300,80 @@ def _port(env: Mapping[str, str]) -> int | None:
     if text and not 0 < int(text) < 65536:
         raise ValueError(f"MASTER_PORT={text}, expected 1 to 65535")
     return int(text) if text else None
+
+
+# ---------------------------------------------------------------------- measured by all ranks
+
+_NUM_WARM_UPS = 3  # connections and memory
+_NUM_REPEATS = 5
+
+
+class Plan(NamedTuple):
+    """Size of the timed all-reduce, limit of each network step, and interface (None for gloo's choice)."""
+
+    num_bytes: int
+    timeout_s: float
+    interface: str | None
+
+
+def examine(
+    store: Any, plan: Plan, env: Mapping[str, str], *, rank: int, local_rank: int, world_size: int
+) -> dict[str, Any]:
+    """Return this rank's facts, with the time of an all-reduce, as JSON values.
+
+    Collective: all ranks must call it.
+    """
+    answer = gather_facts(env, rank=rank, local_rank=local_rank)
+    limit = timedelta(seconds=plan.timeout_s)
+    gloo = dist.ProcessGroupGloo
+    where = gloo.create_device(interface=plan.interface) if plan.interface else gloo.create_default_device()
+    control = new_gloo(dist.PrefixStore("gloo", store), rank, world_size, [where], limit)
+    device, group = torch.device("cpu"), control
+    # Alone in NCCL a rank would wait for the others.
+    has_device = torch.tensor([answer["backend"] == "nccl" and local_rank < len(answer["devices"])]).int()
+    _all_reduce(control, has_device, limit, dist.ReduceOp.MIN)
+    if has_device.item():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        group = connect(dist.PrefixStore("nccl", store), rank, world_size, limit, device)
+        answer["bucket_memory"] = memory_problem(group, device)
+    tensor = torch.zeros(max(1, plan.num_bytes // 4), device=device)
+    seconds = [_all_reduce(group, tensor, limit) for _ in range(_NUM_WARM_UPS + _NUM_REPEATS)]
+    slowest = torch.tensor([statistics.median(seconds[_NUM_WARM_UPS:])], dtype=torch.float64)
+    _all_reduce(control, slowest, limit, dist.ReduceOp.MAX)
+    return {
+        **answer,
+        "interface": plan.interface,
+        "measured_on": "gloo" if group is control else "nccl",
+        "all_reduce": {"num_bytes": 4 * tensor.numel(), "seconds": slowest.item()},
+    }
+
+
+def _all_reduce(
+    group: Any, tensor: torch.Tensor, limit: timedelta, operation: Any = dist.ReduceOp.SUM
+) -> float:
+    """All-reduce a tensor; return the seconds until the result is available."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = operation
+    synchronize(tensor.device)
+    start = time.perf_counter()
+    group.allreduce([tensor], options).wait(limit)
+    synchronize(tensor.device)
+    return time.perf_counter() - start
+
+
+def exchange(
+    store: Any, answer: dict[str, Any], *, rank: int, world_size: int, timeout_s: float
+) -> list[Any]:
+    """Exchange answers by a store; return all ranks'. Rank 0, which may host the store, returns last.
+
+    Collective: all ranks must call it.
+    """
+    limit = timedelta(seconds=timeout_s)
+    store.set(f"answer/{rank}", json.dumps(answer))
+    store.wait([f"answer/{other}" for other in range(world_size)], limit)
+    answers = [json.loads(store.get(f"answer/{other}")) for other in range(world_size)]
+    store.set(f"read/{rank}", "")
+    if rank == 0:
+        store.wait([f"read/{other}" for other in range(world_size)], limit)
+    return answers

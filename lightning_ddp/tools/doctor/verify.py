@@ -154,33 +154,30 @@ def shorten(text: str) -> str:
 
 
 def _kill_a_rank(settings: Settings) -> Finding:
-    """Kill a rank of a script; return a finding on whether all others name it and all processes exit."""
-    victim = settings.world_size - 1
-    if not victim:
+    if settings.world_size == 1:
         return Finding("PASS", KILLED, "not applicable: one rank has no peers")
-    given: dict[str, Any] = {"fault": "kill", "victim": victim, "preload": settings.preload}
-    limit_s = settings.timeout_s * _STARTING / 2
     try:
-        found = run_to_fault(
-            "custom_ddp", settings.world_size, timeout_s=limit_s, accelerator=settings.device, **given
-        )
+        return Finding("PASS", KILLED, stop_ranks(settings, "kill"))
     except ToolError as error:
         return Finding("FAIL", KILLED, shorten(str(error)))
-    problem = stop_problem(found, victim, settings.world_size)
-    if problem:
-        return Finding("FAIL", KILLED, f"rank {victim} was killed in training: {problem}")
-    return Finding(
-        "PASS",
-        KILLED,
-        f"rank {victim} was killed in training; {name_ranks(range(victim))} raised PeerFailure that names"
-        f" it within {max(found.learned_s):.2f} s, all processes had exited after {found.gone_s:.2f} s",
-    )
 
 
-def stop_problem(found: FailedRun, victim: int, world_size: int) -> str | None:
-    """Return what was wrong in how a script ended after a rank had failed; None if all was as expected."""
-    expected = f"PeerFailure of {victim}"
-    raised = {rank: found.raised.get(rank, "nothing") for rank in range(world_size) if rank != victim}
+def fail_a_rank(settings: Settings, fault: str, **more: Any) -> FailedRun:
+    """Run a training script in which a rank fails, by default the last; return the outcome."""
+    if settings.device == "cuda:0":  # each rank is a node of its own, so that all may have that GPU
+        nodes = {"num_nodes": settings.world_size, "devices": 1, "backend": "gloo"}
+        more |= {"function": "train_on_nodes", **nodes}
+    given: dict[str, Any] = {"victim": settings.world_size - 1, "preload": settings.preload, **more}
+    given |= {"accelerator": settings.device.partition(":")[0], "timeout_s": 2 * settings.timeout_s}
+    return run_to_fault("custom_ddp", settings.world_size, fault=fault, **given)
+
+
+def stop_ranks(settings: Settings, fault: str, **more: Any) -> str:
+    """Check that all ranks name one that fails, and all processes exit; return the times, or raise."""
+    found, victim = fail_a_rank(settings, fault, **more), more.get("victim", settings.world_size - 1)
+    others = [rank for rank in range(settings.world_size) if rank != victim]
+    expected, event = f"PeerFailure of {victim}", f"rank {victim} failed in training ({fault})"
+    raised = {rank: found.raised.get(rank, "nothing") for rank in others}
     problems = [
         f"rank {rank} raised {what}, expected {expected}" for rank, what in raised.items() if what != expected
     ]
@@ -188,4 +185,9 @@ def stop_problem(found: FailedRun, victim: int, world_size: int) -> str | None:
         problems.append(f"{found.num_left} processes were left after {found.gone_s:.0f} s and were killed")
     if found.exit_code == 0:
         problems.append("the script ended with exit code 0")
-    return "; ".join(problems) or None
+    if problems:
+        raise ToolError(f"{event}: {'; '.join(problems)}")
+    return (
+        f"{event}; {name_ranks(others)} raised PeerFailure that names it within {max(found.learned_s):.2f} s,"
+        f" all processes had exited after {found.gone_s:.2f} s"
+    )

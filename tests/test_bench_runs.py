@@ -12,9 +12,8 @@ import pytest
 
 from lightning_ddp.__main__ import main
 from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.bench import launch
-from lightning_ddp.tools.bench.launch import ALONE, WITH_OURS, time_first_batch, time_import
-from lightning_ddp.tools.scripts import PACKAGE_ROOT, compiled_package
+from lightning_ddp.tools.bench import runs
+from lightning_ddp.tools.bench.runs import ALONE, WITH_OURS, time_first_batch, time_import
 
 DEATH_DEADLINE_S = 10
 FIRST_BATCH = """
@@ -30,13 +29,11 @@ def test_each_number_of_devices_is_compared_by_itself_after_an_uncounted_round(
 ) -> None:
     script, path = tmp_path / "first_batch.py", tmp_path / "a.json"
     script.write_text(FIRST_BATCH)
-    monkeypatch.setattr(launch, "SCRIPT", script)
-    monkeypatch.setattr(launch, "CONTENDERS", {"custom_ddp": (), "run": ("-B",), "ddp": ()})
+    monkeypatch.setattr(runs, "SCRIPT", script)
+    monkeypatch.setattr(runs, "STARTS", {"custom_ddp": (), "run": ("-B",), "ddp": ()})
     imports = iter([(9.0, 99.0), (1.0, 1.25), (2.0, 2.75)])
     names = (ALONE, WITH_OURS)
-    monkeypatch.setattr(
-        launch, "time_import", lambda root, timeout_s: dict(zip(names, next(imports), strict=True))
-    )
+    monkeypatch.setattr(runs, "time_import", lambda timeout_s: dict(zip(names, next(imports), strict=True)))
     options = ["--world-size", "2", "4", "--rounds", "2", "--json", str(path)]
     assert main(["bench", "launch", *options]) == 0
     document = json.loads(path.read_text())
@@ -53,18 +50,8 @@ def test_each_number_of_devices_is_compared_by_itself_after_an_uncounted_round(
 
 @pytest.mark.slow
 def test_the_import_is_that_of_lightning_and_this_package_after_it() -> None:
-    found = time_import(str(PACKAGE_ROOT), 600.0)
+    found = time_import(600.0)
     assert 0 < found[ALONE] < found[WITH_OURS]
-
-
-def test_the_measured_package_has_its_bytecode_and_is_removed() -> None:
-    with compiled_package() as name:
-        folder = Path(name)
-        sources = list(folder.rglob("*.py"))
-        assert len(sources) == len(list((PACKAGE_ROOT / "lightning_ddp").rglob("*.py")))
-        assert len(list(folder.rglob("*.pyc"))) == len(sources)
-        assert (folder / "lightning_ddp" / "py.typed").exists()
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,111 @@
-"""Cost of a lost rank: `bench failures`, time to the exit of all; `bench recovery`, to the next step.
+"""Benchmarks of whole runs: `launch` to the first batch, `failures` to the exit, `recovery` to the next step.
 
-Each sample starts a real script in which one rank fails in a training step. `failures` measures when the
-other ranks received the failure in Python (so that callbacks and loggers ran), when every process had exited,
-and the exit code of the script, beside Lightning's "ddp". A process that does not exit within the deadline is
-counted and killed.
+Each sample starts a real script, which starts its other ranks itself. `launch` kills it at its first batch;
+one uncounted round of each contender warms the file cache and writes bytecode.
+
+In the scripts of `failures` one rank fails in a training step. Measured is when the other ranks have received
+the failure in Python (so that callbacks and loggers ran), and when every process has exited. A process that
+does not exit within the deadline is counted and killed.
 
 With `recovery` the last rank is killed, or stopped ("stalled"). With "replace" the supervisor of `run` forks
-another process; with "cold" the script is run by `python`. They are at full strength when that process
-commits its first step. "restart" is Lightning's "ddp" under `torchrun --max-restarts`, with a checkpoint in
-each step. A step that is committed twice counts as lost, and so does a sample that no committed step has
-used. Steps without a failure are timed in one script, in fits with `on_failure="stop"` and "shrink" in turns.
+another process; with "cold" the script is run by `python`. "restart" is Lightning's "ddp" under `torchrun
+--max-restarts`, with a checkpoint in each step. A step that is committed twice counts as lost, and so does a
+sample that no committed step has used. Steps without a failure are timed in one script, in turns of fits.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from lightning_ddp.tools.bench import Benchmark, Result, format_comparisons
 from lightning_ddp.tools.command_line import add_choices, add_shared, format_table, progress_bar
-from lightning_ddp.tools.scripts import PACKAGE_ROOT, RUN, STRATEGIES, TRAINING, run_to_fault, started
+from lightning_ddp.tools.ranks import shuffled
+from lightning_ddp.tools.scripts import RUN, STRATEGIES, TRAINING, run_to_fault, started
+
+# ---------------------------------------------------------------------- launch
+
+STARTS: Final = {STRATEGIES[0]: (), "run": RUN, STRATEGIES[1]: ()}
+"""Contenders, with the arguments before the script on the command line."""
+_LAUNCH_STEPS: Final = 2000
+"""Steps of each rank, enough for all ranks to run while their memory is read."""
+SCRIPT = TRAINING
+IMPORT: Final = "import"
+ALONE, WITH_OURS = "alone", "with lightning_ddp"
+"""Imports of Lightning alone, and of this package after it."""
+
+
+def _measure_launch(args: argparse.Namespace) -> Result:
+    sizes = {f"first batch, {size} devices": size for size in dict.fromkeys(args.world_size)}
+    samples = {subject: {name: list[float]() for name in STARTS} for subject in sizes}
+    samples[IMPORT] = {ALONE: [], WITH_OURS: []}
+    memory = {subject: {name: list[float]() for name in STARTS} for subject in sizes}
+    total = (1 + args.rounds) * (1 + len(sizes) * len(STARTS))
+    with progress_bar(total, "bench launch") as bar:
+        for number in range(1 + args.rounds):
+            for subject, size in sizes.items():
+                for name in shuffled(list(STARTS), seed=number):
+                    strategy = name if name in STRATEGIES else STRATEGIES[0]
+                    given = {"strategy": strategy, "devices": size, "num_steps": _LAUNCH_STEPS}
+                    found = time_first_batch(SCRIPT, given, launcher=STARTS[name], timeout_s=args.timeout_s)
+                    samples[subject][name].append(found[0])
+                    memory[subject][name].append(found[1])
+                    bar.update()
+            for name, seconds in time_import(args.timeout_s).items():
+                samples[IMPORT][name].append(seconds)
+            bar.update()
+    counted = {s: {name: values[1:] for name, values in of.items()} for s, of in samples.items()}
+    added = (b - a for a, b in zip(counted[IMPORT][ALONE], counted[IMPORT][WITH_OURS], strict=True))
+    memory_mib = {s: {name: statistics.median(of[1:]) for name, of in by.items()} for s, by in memory.items()}
+    return Result(
+        samples=counted,
+        references=dict.fromkeys(sizes, STRATEGIES[0]) | {IMPORT: WITH_OURS},
+        settings={"rounds": args.rounds, "world_size": args.world_size},
+        extra={"memory_mib": memory_mib, "import_adds_ms": 1e3 * statistics.median(added)},
+    )
+
+
+def _format_launch(result: Result) -> str:
+    lines = [format_comparisons(result.comparisons, ("start", "contender", "ours/contender"), "s")]
+    for subject, mib in result.extra["memory_mib"].items():
+        least = ", ".join(f"{name} {value:.0f} MiB" for name, value in mib.items())
+        lines.append(f"{subject}: memory of all processes: {least} (medians)")
+    added_ms = result.extra["import_adds_ms"]
+    lines.append(f"import: lightning_ddp adds {added_ms:.1f} ms (median of the rounds' differences)")
+    return "\n".join(lines)
+
+
+def time_first_batch(
+    script: Path, arguments: dict[str, Any], *, launcher: Sequence[str] = (), timeout_s: float
+) -> tuple[float, float]:
+    """Return the seconds of a script to `FIRST_BATCH`, where it is killed, and its memory then in MiB."""
+    with started(script, arguments, launcher) as running:
+        moment: float = running.run_to("FIRST_BATCH", timeout_s, ends_there=True)
+        return moment - running.started_at, running.memory_mib()
+
+
+def time_import(timeout_s: float) -> dict[str, float]:
+    """Return the seconds to import Lightning alone, and to import it with this package, in a new process."""
+    with started(TRAINING, {"function": "time_import"}) as running:
+        return dict(zip((ALONE, WITH_OURS), running.run_to("IMPORTED", timeout_s), strict=True))
+
+
+LAUNCH: Final = Benchmark(
+    name="launch",
+    summary="Time and memory until a script's first batch, beside Lightning's \"ddp\"; time of the import.",
+    unit="s",
+    options=lambda parser: add_shared(parser, rounds=10, world_size=[2], timeout_s=120.0),
+    measure=_measure_launch,
+    table=_format_launch,
+)
+
+
+# ---------------------------------------------------------------------- failures
 
 FAULTS: Final = ("exception", "kill")
 VICTIMS: Final = ("first", "last")
@@ -52,7 +133,6 @@ def _measure_failures(args: argparse.Namespace) -> Result:
 
 
 def format_failures(result: Result) -> str:
-    """Return a table of the measured times with a row per fault and strategy."""
     num_others = int(str(result.settings["world_size"])) - 1
     rows: list[tuple[str | int | float, ...]] = []
     for fault, by_strategy in result.extra["runs"].items():
@@ -88,7 +168,7 @@ FAILURES: Final = Benchmark(
 
 # ---------------------------------------------------------------------- recovery
 
-CONTENDERS: Final = ("shrink", "stalled", "restart", "replace", "cold")
+RECOVERIES: Final = ("shrink", "stalled", "restart", "replace", "cold")
 _MODES: Final = ("stop", "shrink")
 _NUM_STEPS: Final = 24
 _NUM_STEPS_TO_REPLACE: Final = 400
@@ -105,10 +185,10 @@ _DURATIONS: Final = {"regroup s": "regroup_s", "full strength s": "full_s", "lon
 """Keys of an outcome that may be None, by column."""
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
+def _recovery_options(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, rounds=3, world_size=3, timeout_s=120.0)
     what = "ways to recover (stalled: the rank is stopped, not killed; cold: replaced without a fork)"
-    add_choices(parser, "--contenders", CONTENDERS, CONTENDERS, what)
+    add_choices(parser, "--contenders", RECOVERIES, RECOVERIES, what)
 
 
 def _measure_recovery(args: argparse.Namespace) -> Result:
@@ -134,7 +214,7 @@ def _measure_recovery(args: argparse.Namespace) -> Result:
 
 
 def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str, Any]:
-    """Kill or stop the last rank of a training run of one of `CONTENDERS`; return how it recovered.
+    """Kill or stop the last rank of a training run of one of `RECOVERIES`; return how it recovered.
 
     A run that has not ended after `timeout_s` is killed, and counts as not recovered.
     """
@@ -190,7 +270,6 @@ def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[st
     turns = [*_MODES, *_MODES[::-1]] * num_rounds
     arguments = {
         "function": "time_fits",
-        "package_root": str(PACKAGE_ROOT),
         "devices": world_size,
         "model": "convbn40",
         "num_steps": _NUM_WARMUP + _NUM_TIMED,
@@ -198,12 +277,11 @@ def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[st
         "turns": [*_MODES, *turns],
     }
     with started(TRAINING, arguments, RUN) as running:
-        seconds = json.loads(running.run_to("STEP_SECONDS", timeout_s * (num_rounds + 1)))[len(_MODES) :]
+        seconds = running.run_to("STEP_SECONDS", timeout_s * (num_rounds + 1))[len(_MODES) :]
     return {mode: [s for s, turn in zip(seconds, turns, strict=True) if turn == mode] for mode in _MODES}
 
 
 def format_recovery(result: Result) -> str:
-    """Return a table with a row per way to recover, and one of the step times without a failure."""
     rows: list[tuple[str | int | float, ...]] = []
     for name, runs in result.extra["runs"].items():
         label = f"{name} (stall_timeout {_STALL_S:g} s)" if name == "stalled" else name
@@ -223,7 +301,7 @@ RECOVERY: Final = Benchmark(
     name="recovery",
     summary="Time from a kill to the end of the next step, beside restarts by torchrun.",
     unit="ms",
-    options=_options,
+    options=_recovery_options,
     measure=_measure_recovery,
     table=format_recovery,
     title="the ratio is the first or shrink / contender",
