@@ -31,8 +31,8 @@ from user_script import ALL, STEPS, order, read_notes, wait_for_notes
 from lightning_ddp.comm import group
 from lightning_ddp.encoding import mean, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
-from lightning_ddp.launch.failure_causes import Cause, cause_of_error
 from lightning_ddp.launch.job_context import JobContext
+from lightning_ddp.launch.recovery_client import Cause, cause_of_error
 from lightning_ddp.shm import arena
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard

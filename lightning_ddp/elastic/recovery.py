@@ -167,7 +167,7 @@ class Recovery(StepObserver):
                 self._settle()
             return result
         except Exception as error:
-            if self.ledger.cursor is not Cursor.COMMITTED or not self._ours.is_call(error):
+            if self.ledger.cursor is not Cursor.COMMITTED or not self._calls.is_call(error):
                 raise
         self.ledger.finish_alone()
         end_collectives(self._ours, self._device)  # the caller writes over what they may still write to
@@ -334,7 +334,7 @@ class Recovery(StepObserver):
                 raise
         except Exception as error:  # also where the alarm rang before it was deferred
             self._calls.defer(True)
-            if not self._ours.is_call(error):
+            if not self._calls.is_call(error):
                 raise
         cause: BaseException | None = self._calls.error
         while cause is not None:  # else the functions that it has come through keep groups, with threads

@@ -27,9 +27,8 @@ from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
-from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
 from lightning_ddp.launch.last_words import EndLimit, exit_now, fill_error_file
-from lightning_ddp.launch.recovery_client import RecoveryClient
+from lightning_ddp.launch.recovery_client import Cause, RecoveryClient, cause_of_error, interruption_behind
 from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
@@ -39,15 +38,13 @@ from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish, WishKind
 from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start
 from lightning_ddp.supervise.rank_state import Passage
-from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
+from lightning_ddp.supervise.root_cause import ECHO_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
 
 _SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
 _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0
-_EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
-"""Seconds that a rank which cannot connect to others waits for the loss that explains it."""
 _OWN_WORD_S = 0.3
 """Seconds that a rank continues after another one raised, as it may be about to raise the same."""
 
@@ -92,7 +89,6 @@ class FailureHandler:
         self._settings = SupervisionSettings()
         self.end_limit = EndLimit()
         self._parent_pid: int | None = None
-        self._called_within_s = ECHO_WAIT_S + 3.0
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
         self._stop_signals: StopSignals | None = None
@@ -182,9 +178,9 @@ class FailureHandler:
         """Connect to the control server, and start supervision; `parent_pid` is what started this process."""
         self._settings = self.end_limit.settings = settings
         self._parent_pid = parent_pid
-        parent = None
+        parent, called_within_s = None, ECHO_WAIT_S + 3.0
         if identity.node_rank != server.identity.node_rank:
-            self._called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
+            called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
             if parent_pid is not None:
                 parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
         elif parent_pid == server.identity.pid:  # else the one of forkserver, whose end concerns nobody
@@ -203,7 +199,7 @@ class FailureHandler:
         if settings.recovery is not None:
             self.interrupt.may_abort = True
             with self.watch.lock:
-                self.calls = RecoveryClient(self.interrupt, self.alarm, self.watch)
+                self.calls = RecoveryClient(self.interrupt, self.alarm, self.watch, called_within_s)
                 if self.watch.state.is_called:  # the order came before there was a client to handle it
                     self.calls.on_order(self.watch.state.error)
         permit_stack()
@@ -241,25 +237,6 @@ class FailureHandler:
         self._trainer = weakref.ref(trainer)
 
     # ------------------------------------------------------------------ recovery
-
-    def is_call(self, error: BaseException) -> bool:
-        """Return True if an exception is the consequence of a lost rank from which the job recovers.
-
-        Wait for the order that says so if necessary.
-        """
-        if self.calls is None or self.watch is None or self.watch.failure is not None:
-            return False
-        match cause_of_error(error):
-            case Cause.PEER:
-                return self.calls.state.is_called
-            case Cause.LOST_CONNECTION if self.calls.state.is_entering:
-                self.calls.wait_for_call(_EXPLAINED_WITHIN_S)  # then it reports that, and all meet anew
-                return True
-            case Cause.LOST_CONNECTION:
-                return self.calls.wait_for_call(self._called_within_s)
-            case Cause.BACKEND:  # also connections to the store that were aborted, in many words
-                return self.calls.state.is_called
-        return False
 
     def forget_device(self) -> None:
         """Stop watching the work that is queued on the device, as its process groups will be aborted."""
@@ -535,7 +512,7 @@ class FailureHandler:
 
     def _device_failed(self, error: BaseException) -> None:
         """Interrupt the main thread, as work on the device failed or hangs. In the thread that watches it."""
-        if self.is_call(error):  # which stops the main thread
+        if self.calls is not None and self.calls.is_call(error):  # which stops the main thread
             return
         if self.interrupt.set(error):
             self._limit_end()
