@@ -8,7 +8,7 @@ import re
 import pytest
 from harness import free_port, start_script
 
-from lightning_ddp.launch.last_words import show_report
+from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 
 SCRIPT = """
@@ -16,7 +16,7 @@ import warnings
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import BoringModel
 import lightning_ddp
-import lightning_ddp.launch.stop_signals as terminal
+import lightning_ddp.launch.process_end as terminal
 
 warnings.simplefilter("ignore")
 terminal.LONG_S = 1.0

@@ -46,9 +46,9 @@ from lightning_ddp.elastic.undo import RandomStates, put_scale
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext, global_seed
+from lightning_ddp.launch.process_end import tell_long_wait
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.step_stop import StepStop
-from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
 T = TypeVar("T")

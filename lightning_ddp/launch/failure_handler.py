@@ -27,9 +27,15 @@ from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
-from lightning_ddp.launch.last_words import EndLimit, exit_now, fill_error_file
+from lightning_ddp.launch.process_end import (
+    EndLimit,
+    StopSignals,
+    exit_now,
+    fill_error_file,
+    second_interrupt_ends,
+    tell_long_wait,
+)
 from lightning_ddp.launch.recovery_client import Cause, RecoveryClient, cause_of_error, interruption_behind
-from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
 from lightning_ddp.launch.supervised import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, shortened

@@ -34,7 +34,7 @@ from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
 from lightning_ddp.launch.interface import choose_interface, is_loopback, uses_nccl
-from lightning_ddp.launch.last_words import exit_now, show_report
+from lightning_ddp.launch.process_end import ended_by_signals, exit_now, show_report, tell_long_wait
 from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
@@ -47,7 +47,6 @@ from lightning_ddp.launch.rendezvous import (
     run_store,
     tcp_address,
 )
-from lightning_ddp.launch.stop_signals import ended_by_signals, tell_long_wait
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
 from lightning_ddp.supervise.job_control import LocalProcesses

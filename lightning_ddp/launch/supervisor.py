@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
 from lightning_ddp.launch.children import Children, exit_record
-from lightning_ddp.launch.last_words import show_report
+from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED

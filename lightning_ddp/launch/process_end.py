@@ -1,0 +1,258 @@
+"""The end of a process: by signals, by its time limit after a failure, and what it prints."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import socket
+import sys
+import textwrap
+import threading
+import time
+import types
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from lightning_ddp.supervise.client import ControlClient
+from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
+from lightning_ddp.supervise.interrupt_guard import InterruptGuard
+from lightning_ddp.supervise.orders import Wish
+from lightning_ddp.supervise.settings import SupervisionSettings
+from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT
+
+LONG_S = 5.0
+_IGNORED_WITHIN_S = 60.0
+_POLL_S = 0.02
+_LATER_S = 1.0
+"""Seconds after the others at which a launching process kills those that it has started."""
+_LAST_WORDS_S = 15.0
+"""Seconds that a launching process may take to end its children and to report."""
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_WIDTH = 100
+_BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@contextmanager
+def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, None]:
+    """Print what this rank waits for, once it has been in this context for 5 s; calls `what` in a thread."""
+
+    def tell() -> None:
+        who = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        print(f"lightning_ddp: {who} has waited {LONG_S:g} s for {what()}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(LONG_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def ended_by_signals() -> Generator[None, None, None]:
+    """Let SIGTERM and Ctrl-C end this process at once in this context, also in C++.
+
+    Does nothing outside of the main thread. Signals that are ignored, and a handler of the script for Ctrl-C,
+    stay as they are.
+    """
+    replaced = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before = signal.getsignal(number)
+            is_scripts = number == signal.SIGINT and before is not signal.default_int_handler
+            if before not in (None, signal.SIG_IGN) and not is_scripts:
+                replaced[number] = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, before in replaced.items():
+            signal.signal(number, before)
+
+
+class StopSignals:
+    """Handler of SIGTERM and `numbers` that asks for a stop; between runs it calls the script's own.
+
+    It only reports a wish; the main thread reads the answer of the control server where a step begins. Does
+    nothing outside of the main thread, or if the process ends anyway.
+    """
+
+    def __init__(
+        self,
+        watch: ControlClient,
+        *,
+        is_between: Callable[[], bool],
+        is_ending: Callable[[], bool],
+        request: Callable[[int], Wish],
+        numbers: Iterable[int] = (),
+    ) -> None:
+        self._watch = watch
+        self._is_between, self._is_ending, self._request = is_between, is_ending, request
+        self._num_received = 0
+        self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            for number in {signal.SIGTERM, *numbers}:
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Restore the previous signal handlers, unless somebody has replaced this one."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous or signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        previous = self._previous.get(number)
+        is_inherited = os.getpid() != self._pid  # such as a worker of a data loader
+        if is_inherited or self._is_between():
+            if callable(previous) and not is_inherited:
+                previous(number, frame)
+            elif is_inherited or previous is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self._is_ending():
+            return
+        self._num_received += 1
+        if self._num_received > 1:
+            name = signal.Signals(number).name
+            os.write(2, f"lightning_ddp: rank {self._watch.identity.rank}: second {name}, ending\n".encode())
+            sys.stdout.flush()
+            os._exit(128 + number)
+        self._watch.ask(self._request(int(number)))
+        if callable(previous):
+            previous(number, frame)
+
+
+def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:
+    """Let a second Ctrl-C end this process and its children at once.
+
+    Lightning ignores SIGINT while it shuts down, from a moment that it does not announce. So a thread waits
+    for that, and calls the main thread, which alone may set a handler.
+    """
+
+    def end(number: int, frame: types.FrameType | None) -> None:
+        kill_children()
+        os._exit(128 + number)
+
+    def replace_ignoring() -> None:
+        deadline = time.monotonic() + _IGNORED_WITHIN_S
+        while signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            if time.monotonic() > deadline:
+                return  # somebody has caught the first one and goes on
+            time.sleep(_POLL_S)
+        alarm.call(lambda: signal.signal(signal.SIGINT, end))
+
+    threading.Thread(target=replace_ignoring, daemon=True, name="second-interrupt").start()
+
+
+# ---------------------------------------------------------------------- after a failure
+
+
+class EndLimit:
+    """Timer that prints all stacks and ends this process after a failure or stall, without the GIL."""
+
+    def __init__(self) -> None:
+        self.settings = SupervisionSettings()
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._ends_at: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True once a failure has started the timer that ends this process."""
+        return self._ends_at is not None
+
+    def set(self, *, is_needed: bool) -> None:
+        """Start the timer that ends this process after a failure, later if others need its report."""
+        grace_s = self.settings.failure_grace_s
+        with self._lock:
+            self._ends_at = time.monotonic() + grace_s
+            _end_after(grace_s + (2 * _LATER_S if is_needed else 0.0))
+
+    def extend_for_children(self) -> float:
+        """Extend the timer so that this process outlives its children; return the seconds that they have."""
+        left_s = self.settings.failure_grace_s
+        if self._ends_at is not None:
+            left_s = max(0.0, self._ends_at + _LATER_S - time.monotonic())
+        _end_after(left_s + _LAST_WORDS_S)
+        return left_s
+
+    def expect_progress(self, is_running: bool | None = None) -> None:
+        """Restart the timer that ends this process if it runs no Python code within `stall_timeout`.
+
+        Args:
+            is_running: whether a run begins or ends; None if this process has just executed Python.
+        """
+        stall_s = self.settings.stall_timeout_s
+        with self._lock:
+            self._is_running = self._is_running if is_running is None else is_running
+            if stall_s is None or self._ends_at is not None:
+                return
+            if is_running is False:
+                faulthandler.cancel_dump_traceback_later()
+            elif is_running is None and self._is_running:
+                # later than the others find out, up to two reports after the limit, and ask for the stack
+                grace_s = max(self.settings.failure_grace_s, 2 * stall_s / REPORTS_A_TIMEOUT)
+                _end_after(stall_s + grace_s + _LATER_S)
+
+    def disown(self) -> None:
+        """Replace the timer's lock in a forked process, as a thread of the parent may have held it."""
+        self._lock = threading.Lock()
+
+
+def _end_after(limit_s: float) -> None:
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=_standard_error())
+
+
+def _standard_error() -> Any:
+    """Return standard error as a stream, or its descriptor, to which C code can write."""
+    for stream in (sys.stderr, sys.__stderr__):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.fileno()  # type: ignore[union-attr]
+            return stream
+    return 2
+
+
+def exit_now(code: int) -> None:
+    """Flush all output and exit the process with `code`, without exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
+    """Print a report of a job's failure, to standard error; on a terminal colored, in 100 columns."""
+    stream = stream or sys.stderr
+    text = render(record)
+    if stream.isatty():
+        text = _dressed(text, is_colored="NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb")
+    print(text, file=stream, end="", flush=True)
+
+
+def _dressed(text: str, *, is_colored: bool) -> str:
+    """Return a report with lines wrapped, the first in red, and the frames of the traceback faint."""
+    head, mark, trace = text.partition("Traceback of ")
+    lines = [
+        part
+        for line in head.splitlines()
+        for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [line]
+    ]
+    if is_colored:
+        lines[0] = f"{_BOLD_RED}{lines[0]}{_PLAIN}"
+        trace = re.sub(r"^(  .*)$", rf"{_FAINT}\1{_PLAIN}", trace, flags=re.MULTILINE)
+    return "\n".join(lines) + "\n" + mark + trace
+
+
+def fill_error_file(record: FailureRecord, *, is_cause: bool) -> None:
+    """Write a failure to the file in which torchelastic's agent, if any, looks for this process's error."""
+    path = os.environ.get(_ERROR_FILE_VARIABLE)
+    if path:
+        with suppress(OSError):  # the agent then reports the exit code alone
+            write_error_file(path, record, is_cause=is_cause)
