@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 
-from lightning_ddp.launch import interface
+from lightning_ddp.launch import rendezvous
 
 BOTH = "cpu:gloo,cuda:nccl"
 HOST = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("eth1", "10.1.0.7"), ("eth1", "fe80::7")]
@@ -40,21 +40,21 @@ def no_named_interface(monkeypatch):
 )
 def test_what_gloo_and_nccl_are_told(found, route, backend, told, monkeypatch):
     address = dict(reversed(found)).get(route, "10.9.9.9")
-    monkeypatch.setattr(interface, "interfaces", lambda: iter(found))
+    monkeypatch.setattr(rendezvous, "interfaces", lambda: iter(found))
     monkeypatch.setattr(
-        interface, "route_to", lambda _: (route if (route, address) in found else None, address)
+        rendezvous, "route_to", lambda _: (route if (route, address) in found else None, address)
     )
-    assert interface.choose_interface(address, backend) == told
+    assert rendezvous.choose_interface(address, backend) == told
 
 
 def test_what_the_user_has_named_stays(monkeypatch):
-    monkeypatch.setattr(interface, "interfaces", lambda: iter(CONTAINERS))
-    monkeypatch.setattr(interface, "route_to", lambda _: ("eth0", "10.0.0.7"))
+    monkeypatch.setattr(rendezvous, "interfaces", lambda: iter(CONTAINERS))
+    monkeypatch.setattr(rendezvous, "route_to", lambda _: ("eth0", "10.0.0.7"))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
-    assert interface.choose_interface("10.0.0.7", BOTH) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert rendezvous.choose_interface("10.0.0.7", BOTH) == {"GLOO_SOCKET_IFNAME": "eth0"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert interface.choose_interface("10.0.0.7", BOTH) == {}
+    assert rendezvous.choose_interface("10.0.0.7", BOTH) == {}
 
 
 def test_the_examples_of_the_file_hold():
-    assert doctest.testmod(interface) == (0, 4)
+    assert doctest.testmod(rendezvous) == (0, 4)

@@ -25,8 +25,8 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.errors import ConfigurationError, RendezvousError
-from lightning_ddp.launch import interface, rendezvous
 from lightning_ddp.launch import job_context as contexts
+from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
@@ -687,7 +687,7 @@ def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(w
 
 @pytest.mark.parametrize("who", ["launcher", "another node", "torchrun"])
 def test_a_first_node_whose_name_cannot_be_resolved_is_named(who, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(interface, "_RESOLVED_WITHIN_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_RESOLVED_WITHIN_S", 0.2)
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     monkeypatch.setenv("MASTER_PORT", "29500")
     meet: dict[str, Callable[[], Any]] = {

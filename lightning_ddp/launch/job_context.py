@@ -33,19 +33,21 @@ from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
-from lightning_ddp.launch.interface import choose_interface, is_loopback, uses_nccl
 from lightning_ddp.launch.process_end import ended_by_signals, exit_now, show_report, tell_long_wait
 from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
     Rendezvous,
+    choose_interface,
     existing_group,
+    is_loopback,
     join_default_group,
     meet,
     note_met,
     run_store,
     tcp_address,
+    uses_nccl,
 )
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of

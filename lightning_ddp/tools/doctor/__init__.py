@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp.launch.interface import is_own_address
+from lightning_ddp.launch.rendezvous import is_own_address
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
     existing_file,
