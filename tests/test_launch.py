@@ -28,7 +28,7 @@ from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.program import ChildCommand, Launch, Program
+from lightning_ddp.launch.zygote import ChildCommand, Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 

@@ -15,8 +15,7 @@ DEADLINE_S = 120.0
 SUPERVISOR = """
 import os, signal, socket, sys
 from pathlib import Path
-from lightning_ddp.launch.program import Program
-from lightning_ddp.launch.zygote import Start, Zygote, fork, serve
+from lightning_ddp.launch.zygote import Program, Start, Zygote, fork, serve
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGIO})
 ours, theirs = socket.socketpair()

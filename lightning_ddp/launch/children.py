@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ddp.launch.child_process import PARENT_VARIABLE, child_environment
-from lightning_ddp.launch.program import ChildCommand, Launch
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
+from lightning_ddp.launch.zygote import ChildCommand, Fork, Launch, SupervisorLink
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 
 if TYPE_CHECKING:
-    from lightning_ddp.launch.supervised import SupervisorLink
-    from lightning_ddp.launch.zygote import Fork
-
     ChildProcess = subprocess.Popen[bytes] | Fork
 
 _LAST_LINES, _LAST_BYTES = 30, 64 * 1024

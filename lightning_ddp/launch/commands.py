@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_ddp._lightning import ROOTS
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.environment import take_slurm_task
-from lightning_ddp.launch.program import Program
+from lightning_ddp.launch.zygote import Program
 from lightning_ddp.supervise.protocol import DrainNode, DrainNodeReply, Message
 
 _ANSWER_S = 15.0

@@ -36,7 +36,7 @@ from lightning_ddp.launch.process_end import (
     tell_long_wait,
 )
 from lightning_ddp.launch.recovery_client import Cause, RecoveryClient, cause_of_error, interruption_behind
-from lightning_ddp.launch.supervised import was_passed_on
+from lightning_ddp.launch.zygote import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, shortened
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard

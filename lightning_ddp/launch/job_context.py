@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
 from lightning_ddp.launch.process_end import ended_by_signals, exit_now, show_report, tell_long_wait
-from lightning_ddp.launch.program import Launch
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
@@ -49,16 +48,13 @@ from lightning_ddp.launch.rendezvous import (
     tcp_address,
     uses_nccl,
 )
+from lightning_ddp.launch.zygote import Launch, SupervisorLink
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.root_cause import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
-
-if TYPE_CHECKING:
-    from lightning_ddp.launch.supervised import SupervisorLink
-
 
 FIRST_JOB = "the job that the first node has composed"
 

@@ -24,9 +24,8 @@ from lightning_ddp.hydra_jobs.jobs import jobs
 from lightning_ddp.launch.child_process import begin_run, launched_by
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context, waiting
-from lightning_ddp.launch.program import ChildCommand, Launch, Program
 from lightning_ddp.launch.rendezvous import open_store
-from lightning_ddp.launch.supervised import supervisor_link
+from lightning_ddp.launch.zygote import ChildCommand, Launch, Program, supervisor_link
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
 
 if TYPE_CHECKING:

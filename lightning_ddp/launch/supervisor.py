@@ -25,11 +25,24 @@ from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
 from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.process_end import show_report
-from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
-from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
-from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
+from lightning_ddp.launch.zygote import (
+    ChildCommand,
+    Fork,
+    Launch,
+    Program,
+    Start,
+    SupervisorLink,
+    Zygote,
+    become_supervised,
+    fork,
+    last_resort,
+    receive,
+    run_as_main,
+    send,
+    serve,
+)
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
 from lightning_ddp.supervise.job_control import LocalProcesses
