@@ -63,12 +63,9 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def open_store(address: str, port: int | None, named_by: str = "MASTER_PORT") -> Any:
-    """Open and return a TCPStore that listens in this process; raise `RendezvousError` if it cannot.
+    """Open and return a TCPStore that listens in this process, at `port` or any free one.
 
-    Args:
-        address: name or address of this host that the others know.
-        port: port to bind; None for any free one.
-        named_by: where the user named the port, for the error.
+    Raises `RendezvousError`, which says where the user named the port, if it cannot.
     """
     name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
     require_resolvable(address, name)
@@ -113,12 +110,7 @@ class Rendezvous:
     ) -> dict[str, str]:
         """Open the run's store on the first node; return MASTER_ADDR and MASTER_PORT for it.
 
-        Its address is that of `environment`, or of a `tcp://` URL. `open_store` opens it, here or in another
-        process.
-
-        Raises:
-            ConfigurationError: several nodes, and no address or port that all of them know.
-            RendezvousError: the named port is taken.
+        Its address is that of `environment`, or of a `tcp://` URL. `open_store` opens it, here or elsewhere.
         """
         named = tcp_address(init_method)
         address, port = named or (environment.main_address, _port_of(environment))
@@ -177,17 +169,14 @@ class Rendezvous:
         """Connect to the run's store and return it: the launcher's if there is one, else that of `env://`."""
         with remember_connections():  # a store on a node that is unreachable blocks as collectives do
             if self.where is None:
-                return _rendezvous(environment, timeout)
+                return _meet_by_environment(environment, timeout)
             address, port, _ = _parts_of(self.where)
             return self.hosted if self._is_hosted(address, port) else run_store(self.where, timeout)
 
     def close(self) -> None:
-        """Close the store that this process opened, unless the user named its port.
-
-        Then it stays open for the next run of this process, to which other nodes may come before this one.
-        """
+        """Close the store that this process opened."""
         self.handed = {}
-        if not self._is_named:
+        if not self._is_named:  # else other nodes may come to the next run of this process before it does
             self._hosted = None
 
 
@@ -208,28 +197,12 @@ def _port_of(environment: ClusterEnvironment) -> int | None:
     return int(environment.main_port)
 
 
-def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
+def _meet_by_environment(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
+    os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
     rank, world_size = environment.global_rank(), environment.world_size()
-    require_resolvable(environment.main_address)
-    try:
-        store = _meet_at("env://", rank, world_size, timeout)
-    except RuntimeError as error:
-        address = environment.main_address
-        raise RendezvousError(
-            f"rank {rank}: no rendezvous at MASTER_ADDR={address}, port {environment.main_port}: {error}."
-            f" Here {describe_route(address)}. Check that all {world_size} ranks have been started, that"
-            " MASTER_ADDR is the address of rank 0's node, and that the port is free there."
-        ) from error
+    store = meet("env://", rank, world_size, timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store_of_attempt(store, rank=rank, world_size=world_size)
-    return store
-
-
-def _meet_at(url: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    store, _, _ = next(dist.rendezvous(url, rank, world_size, **options))
     return store
 
 
@@ -373,23 +346,31 @@ def tcp_address(init_method: str | None) -> tuple[str, int] | None:
 
 
 def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    """Meet the other ranks at a URL (`tcp://`, `file://` ...), and return the store there.
+    """Meet the other ranks at a URL (`env://`, `tcp://`, `file://` ...), and return the store there.
 
     Collective: all ranks must call it.
     """
     if init_method.startswith("file://"):
         return meet_at_file(Path(urlparse(init_method).path), rank, world_size, timeout)
-    address = tcp_address(init_method)
+    place, named_by = init_method, "init_method"
+    address, _ = tcp_address(init_method) or (None, None)
+    if init_method == "env://":
+        address, named_by = os.environ["MASTER_ADDR"], "MASTER_ADDR"
+        place = f"MASTER_ADDR={address}, port {os.environ['MASTER_PORT']}"
     if address is not None:
-        require_resolvable(address[0], "init_method")
+        require_resolvable(address, named_by)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        return _meet_at(init_method, rank, world_size, timeout)
+        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))
+        return store
     except (RuntimeError, ValueError) as error:
         if "No rendezvous handler" in str(error):
             raise ConfigurationError(f"init_method={init_method!r}: {error}") from error
+        here = "" if address is None else f" Here {describe_route(address)}."
         raise RendezvousError(
-            f"rank {rank} cannot connect to the other ranks at {init_method}: {error}. Check that the host"
-            " is the first node's, that it is up, and that the port is free there."
+            f"rank {rank} cannot connect to the other ranks at {place}: {error}.{here} Check that all"
+            f" {world_size} ranks have been started, that the address is that of rank 0's node, and that the"
+            " port is free there."
         ) from error
 
 
@@ -491,7 +472,7 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
         return {}
     if name is None:
         return {}
-    is_local = _is_loopback(own)
+    is_local = is_loopback(own)
     chosen = {}
     if not is_local or (has_gloo and address == own):
         chosen["GLOO_SOCKET_IFNAME"] = name
@@ -534,12 +515,8 @@ def describe_route(address: str) -> str:
 def is_loopback(address: str) -> bool:
     """Return True if a name or address leads to this host only; False if it cannot be resolved."""
     with suppress(OSError):
-        return _is_loopback(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
-    return False
-
-
-def _is_loopback(address: object) -> bool:
-    return str(address).startswith("127.") or address == "::1"
+        address = str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+    return address.startswith("127.") or address == "::1"
 
 
 def is_own_address(address: str) -> bool:

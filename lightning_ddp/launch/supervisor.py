@@ -64,77 +64,70 @@ _EXIT_GRACE_S = 60.0
 _LATER_S = 2.0
 
 
-class Supervisor:
-    """Process of the command `run`: has ranks forked, passes signals on to rank 0, and ends last."""
+def supervise(program: Program) -> NoReturn:
+    """Run a program in forked ranks; exit as rank 0 does. In each rank, raise `SystemExit` at its end."""
+    threads = [thread.name for thread in threading.enumerate()]
+    assert len(threads) == 1, f"an import started a thread: {threads}"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    requests, asked = socket.socketpair()
+    link, asking = socket.socketpair()
+    supervisor, passed_on = os.getpid(), mmap.mmap(-1, 1)  # the last signal passed on, for all ranks
+    zygote_pid = fork()
+    if zygote_pid == 0:
+        requests.close()
+        link.close()
+        with last_resort():
+            start, files = serve(asked, supervisor)
+            if start.environment is None:
+                forked_by_zygote(None)
+                become_supervised(SupervisorLink(asking, supervisor), passed_on)
+            else:
+                asking.detach()
+                _become_rank(start, start.environment, files)
+                forked_by_zygote(supervisor)
+                become_supervised(None, passed_on)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        run_as_main(start.program)
+    asked.close()
+    asking.close()
+    zygote = Zygote(requests)
+    first = zygote.start(Start(program=program), {})
+    host = JobHost(zygote, first, link)
+    for target in (
+        lambda: _pass_signals_on(host, passed_on),
+        lambda: host.lost_zygote(zygote_pid, os.waitstatus_to_exitcode(os.waitpid(zygote_pid, 0)[1])),
+        lambda: _answer(link, host),
+    ):
+        threading.Thread(target=target, daemon=True).start()
+    first.wait()
+    code = host.end()
+    zygote.close()
+    _end_as(code)
 
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._passed_on = mmap.mmap(-1, 1)
-        """The last signal that was passed on, for all ranks."""
 
-    def run(self, program: Program) -> NoReturn:
-        """Run a program in forked ranks; exit as rank 0 does. In each rank, raise `SystemExit` at its end."""
-        threads = [thread.name for thread in threading.enumerate()]
-        assert len(threads) == 1, f"an import started a thread: {threads}"
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        requests, asked = socket.socketpair()
-        link, asking = socket.socketpair()
-        zygote_pid = fork()
-        if zygote_pid == 0:
-            requests.close()
-            link.close()
-            with last_resort():
-                start, files = serve(asked, self._pid)
-                self._become_rank(start, files, asking)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            run_as_main(start.program)
-        asked.close()
-        asking.close()
-        zygote = Zygote(requests)
-        first = zygote.start(Start(program=program), {})
-        host = JobHost(zygote, first, link)
-        for target in (
-            lambda: self._pass_signals_on(host),
-            lambda: host.lost_zygote(zygote_pid, os.waitstatus_to_exitcode(os.waitpid(zygote_pid, 0)[1])),
-            lambda: _answer(link, host),
-        ):
-            threading.Thread(target=target, daemon=True).start()
-        first.wait()
-        code = host.end()
-        zygote.close()
-        _end_as(code)
+def _become_rank(start: Start, environment: Mapping[str, str], files: Mapping[int, int]) -> None:
+    """Set up a fork as a rank but the first: files, working directory, environment."""
+    output = {1: 1, 2: 2}
+    if start.log is not None:
+        output = dict.fromkeys(output, os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+    wanted = {0: 0, **output, **files}
+    keep_files({n: present for n, present in wanted.items() if os.path.exists(f"/proc/self/fd/{present}")})
+    if start.cwd is not None:
+        os.chdir(start.cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if JOIN_VARIABLE in os.environ:  # another one is rank 0 until this one has joined
+        local_rank = max(1, local_rank)
+    read_rank_again(int(os.environ.get("RANK", local_rank)), local_rank)
 
-    def _become_rank(self, start: Start, files: Mapping[int, int], link: socket.socket) -> None:
-        """Set up a fork as a rank: files, working directory, environment, link to the supervisor."""
-        if start.environment is None:
-            forked_by_zygote(None)
-            become_supervised(SupervisorLink(link, self._pid), self._passed_on)
-            return
-        output = {1: 1, 2: 2}
-        if start.log is not None:
-            output = dict.fromkeys(output, os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
-        wanted = {0: 0, **output, **files}
-        link.detach()
-        keep_files(
-            {n: present for n, present in wanted.items() if os.path.exists(f"/proc/self/fd/{present}")}
-        )
-        if start.cwd is not None:
-            os.chdir(start.cwd)
-        os.environ.clear()
-        os.environ.update(start.environment)
-        forked_by_zygote(self._pid)
-        become_supervised(None, self._passed_on)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if JOIN_VARIABLE in os.environ:  # another one is rank 0 until this one has joined
-            local_rank = max(1, local_rank)
-        read_rank_again(int(os.environ.get("RANK", local_rank)), local_rank)
 
-    def _pass_signals_on(self, host: JobHost) -> None:
-        while True:
-            info = signal.sigwaitinfo(_PASSED_ON)
-            if info.si_code != _BY_KERNEL:
-                self._passed_on[0] = info.si_signo
-                host.send_signal_to_first(info.si_signo)
+def _pass_signals_on(host: JobHost, passed_on: mmap.mmap) -> None:
+    while True:
+        info = signal.sigwaitinfo(_PASSED_ON)
+        if info.si_code != _BY_KERNEL:
+            passed_on[0] = info.si_signo
+            host.send_signal_to_first(info.si_signo)
 
 
 def _end_as(code: int) -> NoReturn:
