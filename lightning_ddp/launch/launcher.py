@@ -49,7 +49,7 @@ from lightning_ddp._torch import keep_sockets_in
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.agreement import share_job
 from lightning_ddp.hydra_jobs.jobs import jobs, restore
-from lightning_ddp.launch.child_process import after_imports, begin_run, die_with_parent, launched_by
+from lightning_ddp.launch.child_process import after_imports, begin_run, die_with_parent, forked_by_zygote
 from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context, waiting
@@ -175,7 +175,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 settings=self._settings,
             )
         if link is not None:
-            launched_by(link.supervisor)
+            forked_by_zygote(link.supervisor)
             link.launch(launch)
         else:
             context.children.start_all()

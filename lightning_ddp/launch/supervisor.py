@@ -37,7 +37,6 @@ from lightning_ddp.launch.zygote import (
     Zygote,
     become_supervised,
     fork,
-    last_resort,
     receive,
     run_as_main,
     send,
@@ -62,6 +61,8 @@ _LOOK_EVERY_S = 0.05
 _EXIT_GRACE_S = 60.0
 """How long the other ranks may take to end after rank 0."""
 _LATER_S = 2.0
+_CANNOT_BEGIN = 127
+"""Exit code of a process that ended before its program began."""
 
 
 def supervise(program: Program) -> NoReturn:
@@ -76,7 +77,7 @@ def supervise(program: Program) -> NoReturn:
     if zygote_pid == 0:
         requests.close()
         link.close()
-        with last_resort():
+        try:
             start, files = serve(asked, supervisor)
             if start.environment is None:
                 forked_by_zygote(None)
@@ -87,6 +88,10 @@ def supervise(program: Program) -> NoReturn:
                 forked_by_zygote(supervisor)
                 become_supervised(None, passed_on)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException as error:  # noqa: BLE001 (a fork must not continue as its parent)
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+            os._exit(_CANNOT_BEGIN)
         run_as_main(start.program)
     asked.close()
     asking.close()

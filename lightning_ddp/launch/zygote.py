@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import errno
 import fcntl
 import functools
@@ -33,7 +32,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -48,8 +47,6 @@ from lightning_ddp.hydra_jobs.jobs import STARTER
 from lightning_ddp.launch.child_process import end_with, is_alive
 from lightning_ddp.supervise.failure_record import FailureRecord
 
-CANNOT_BEGIN = 127
-"""Exit code of a process that ended before its program began."""
 _AWAITED = {signal.SIGCHLD, signal.SIGIO}
 _SIZE = struct.Struct("!I")
 _MOST_FILES = 16
@@ -85,7 +82,6 @@ class ChildCommand:
 
     program: Program
     cwd: str
-    """Working directory."""
     handed: IO[bytes] | None = None
     """File with the job that Hydra composed, for all ranks; None without Hydra."""
     logs: Path | None = None
@@ -263,17 +259,6 @@ def _tell(descriptor: int, number: int) -> None:
 
 
 # ---------------------------------------------------------------------- the program in a rank
-
-
-@contextlib.contextmanager
-def last_resort() -> Generator[None, None, None]:
-    """Print an exception in this context and exit, as a fork must not continue as its parent."""
-    try:
-        yield
-    except BaseException as error:  # noqa: BLE001 (whatever it is)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        os._exit(CANNOT_BEGIN)
 
 
 def run_as_main(program: Program) -> NoReturn:
