@@ -136,7 +136,7 @@ class Children(LocalProcesses):
         If the process was started already, and has ended, that is reported once more.
         """
         if self.remote is not None:
-            self.remote.start_again(place, number)
+            self.remote.ask("start_again", place, number)
             return
         slot = self._slots.get(place - self.first_rank)
         if self.launch is None or slot is None or self.are_ending:
@@ -222,7 +222,7 @@ class Children(LocalProcesses):
 
     def kill(self) -> None:
         if self.remote is not None:
-            self.remote.kill()
+            self.remote.ask("children.kill")
         self.send_signal(signal.SIGKILL)
 
     def kill_one(self, pid: int) -> None:
@@ -231,7 +231,7 @@ class Children(LocalProcesses):
     def kill_rank(self, rank: int) -> None:
         """Kill the first process of a global rank, not its replacement, if it is on this node."""
         if self.remote is not None:
-            self.remote.kill_rank(rank)
+            self.remote.ask("children.kill_rank", rank)
         self._kill_where(lambda child: not child.number and child.slot.rank == rank)
 
     def _kill_where(self, is_meant: Callable[[_Child], bool]) -> None:

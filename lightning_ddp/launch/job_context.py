@@ -153,7 +153,7 @@ class JobContext:
         who = Identity(rank=0 if processes is None else -1, node_rank=0)
         link = self.children.remote
         if link is not None:
-            port = link.open_server(address, **options)
+            port = link.ask("open_server", address, **options)
             who = Identity(rank=-1, node_rank=0, pid=link.supervisor)
         else:
             self.control.server = ControlServer(address, processes=processes or self.children, **options)
@@ -241,7 +241,7 @@ class JobContext:
         failure = ours.first_failure()
         ours.close()
         if self.children.remote is not None:
-            failure = self.children.remote.finish() or failure
+            failure = self.children.remote.ask("finish") or failure
         return failure
 
     def _at_exit(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import operator
 import os
 import resource
 import signal
@@ -150,12 +151,13 @@ def _end_as(code: int) -> NoReturn:
 
 
 def _answer(link: socket.socket, host: JobHost) -> None:
-    """Call the methods of `host` that rank 0 requests, and send the results, until rank 0 ends."""
+    """Call the methods of `host` that rank 0 asks for, and send the results, until rank 0 ends."""
     while (received := receive(link)) is not None:
         (number, name, args, options), files = received
         result: Any
         try:
-            result = getattr(host, name)(*args, **options, **({"handed": files[0]} if files else {}))
+            method = operator.attrgetter(name)(host)
+            result = method(*args, **options, **({"handed": files[0]} if files else {}))
         except Exception as error:  # noqa: BLE001 (raised in rank 0)
             result = error
         host.tell_first(number, result)
@@ -164,7 +166,7 @@ def _answer(link: socket.socket, host: JobHost) -> None:
 class JobHost(LocalProcesses):
     """Holder of a node's store, control server and other ranks, which its rank 0, `first`, requests.
 
-    Methods that `SupervisorLink` has as well are called in the thread that serves rank 0.
+    What rank 0 asks for is called in the thread that serves it.
     """
 
     def __init__(self, zygote: Zygote, first: Fork, link: socket.socket) -> None:
@@ -173,13 +175,13 @@ class JobHost(LocalProcesses):
         self._failure: FailureRecord | None = None
         self._store: Any = None
         self._server: ControlServer | None = None
-        self._children = Children(self._ended, starter=self._start)
+        self.children = Children(self._ended, starter=self._start)
         self._has_lost_zygote = self._is_ending = False
 
     @property
     def _job(self) -> Launch | None:
         """Rank 0's request to start the other ranks, while their job lasts; else None."""
-        return self._children.launch
+        return self.children.launch
 
     # ------------------------------------------------------------------ requests of rank 0
 
@@ -194,7 +196,7 @@ class JobHost(LocalProcesses):
         if self._server is not None:
             self._server.close()
         self._server = ControlServer(address, settings=settings, processes=self, **options)
-        ended = self._children.first_failure()
+        ended = self.children.first_failure()
         if ended is not None:  # one that will not come
             self._server.tell(Exited(ended))
         return self._server.port
@@ -204,15 +206,8 @@ class JobHost(LocalProcesses):
         if handed is not None:
             command = replace(launch.command, handed=os.fdopen(handed, "rb"))
             launch = replace(launch, command=command)
-        self._children.launch = launch
-        self._children.start_all()
-
-    def kill_rank(self, rank: int) -> None:
-        self._children.kill_rank(rank)
-
-    def kill(self) -> None:
-        """Kill all ranks of this node but rank 0."""
-        self._children.kill()
+        self.children.launch = launch
+        self.children.start_all()
 
     def note_failure(self, record: FailureRecord) -> None:
         """Store the first failure of a job whose control server is on another node."""
@@ -223,7 +218,7 @@ class JobHost(LocalProcesses):
         self._wait_for_others()
         failure = self._verdict()
         self._close()
-        self._children, self._failure = Children(self._ended, starter=self._start), None
+        self.children, self._failure = Children(self._ended, starter=self._start), None
         return failure
 
     # ------------------------------------------------------------------ in the thread of the server
@@ -231,17 +226,17 @@ class JobHost(LocalProcesses):
     def kill_one(self, pid: int) -> None:
         if pid == self._first.pid:
             self._first.send_signal(signal.SIGKILL)
-        self._children.kill_one(pid)
+        self.children.kill_one(pid)
 
     def start_again(self, place: int, number: int) -> None:
-        if place == self._children.first_rank:
+        if place == self.children.first_rank:
             self._first.send_signal(signal.SIGKILL)
-        self._children.start_again(place, number)
+        self.children.start_again(place, number)
 
     def failed(self, record: FailureRecord) -> None:
         """Send SIGCONT to all ranks, to hear of the failure; start the guard's countdown to their end."""
         self._first.send_signal(signal.SIGCONT)
-        self._children.send_signal(signal.SIGCONT)
+        self.children.send_signal(signal.SIGCONT)
         if self._job is not None:
             is_gone = self._first.returncode is not None
             grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
@@ -274,7 +269,7 @@ class JobHost(LocalProcesses):
 
     def send_signal_to_first(self, number: int) -> None:
         """Send a signal to the lowest rank of this node that still runs."""
-        processes = [self._first, *self._children.procs]
+        processes = [self._first, *self.children.procs]
         running = next((process for process in processes if process.returncode is None), None)
         if running is not None:
             running.send_signal(number)
@@ -284,27 +279,27 @@ class JobHost(LocalProcesses):
         if self._is_ending:
             return
         self._has_lost_zygote = True
-        who = Identity(rank=-1, node_rank=self._children.node_rank, pid=pid)
+        who = Identity(rank=-1, node_rank=self.children.node_rank, pid=pid)
         record = FailureRecord.of_identity(who, f"the process that forks the ranks {describe_exit(code)}")
         if self._server is not None:
             self._server.tell(Failed(record))
         else:
             show_report(record)
             self._first.send_signal(signal.SIGKILL)
-            self._children.kill()
+            self.children.kill()
 
     def end(self) -> int:
         """Wait for all ranks to end, print the failure that ended the job, and return the exit code."""
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
-        node_rank = self._children.node_rank
-        who = Identity(rank=self._children.first_rank, node_rank=node_rank, pid=self._first.pid)
+        node_rank = self.children.node_rank
+        who = Identity(rank=self.children.first_rank, node_rank=node_rank, pid=self._first.pid)
         if self._job is not None and not self._has_lost_zygote:
             self._ended(exit_record(who, 0 if code == PREEMPTED else code))
         self._wait_for_others()
         failure, server = self._verdict(), self._server
         has_gone_on = server is not None and failure is None and self._is_left_behind()
-        codes = {code, *(process.returncode for process in self._children.procs)}
+        codes = {code, *(process.returncode for process in self.children.procs)}
         self._close()
         if has_gone_on:
             return 0
@@ -318,18 +313,18 @@ class JobHost(LocalProcesses):
         server, code = self._server, self._first.returncode
         grace_s = 0.0 if self._job is None else self._job.grace_s
         ends_at = time.monotonic() + max(0.0 if code else _EXIT_GRACE_S, grace_s + _LATER_S)
-        if code and server is None and self._children.node_rank == 0:
-            self._children.kill()  # nobody has told them
-        while not self._children.join(_LOOK_EVERY_S):
+        if code and server is None and self.children.node_rank == 0:
+            self.children.kill()  # nobody has told them
+        while not self.children.join(_LOOK_EVERY_S):
             if self._is_left_behind():
                 ends_at = math.inf
             elif server is not None and code is not None and not (code and server.goes_on and server.has_met):
-                for process in self._children.procs:
+                for process in self.children.procs:
                     # one that has not connected does not hear that rank 0 is gone
                     if not server.knows(Identity(rank=-1, node_rank=0, pid=process.pid)):
                         process.send_signal(signal.SIGKILL)
             if time.monotonic() > ends_at:
-                self._children.end(0.0)
+                self.children.end(0.0)
 
     def _is_left_behind(self) -> bool:
         """Return True if the other ranks continue without rank 0, as far as is known here."""
@@ -343,7 +338,7 @@ class JobHost(LocalProcesses):
         """Return the job's first failure or None, after a short wait if a rank of this node has failed."""
         if self._server is None:
             return self._failure
-        has_failed = any(process.returncode for process in [self._first, *self._children.procs])
+        has_failed = any(process.returncode for process in [self._first, *self.children.procs])
         waits = has_failed and not self._is_left_behind()
         return self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if waits else 0.0)
 
@@ -352,4 +347,4 @@ class JobHost(LocalProcesses):
         if self._server is not None:
             self._server.close()
         self._server = None
-        self._children.end(0.0)
+        self.children.end(0.0)

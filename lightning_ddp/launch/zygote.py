@@ -342,7 +342,7 @@ def _end_interrupted() -> NoReturn:
 
 
 class SupervisorLink:
-    """Rank 0's connection to the supervisor, to call methods of its `JobHost`; errors are raised here."""
+    """Rank 0's connection to the supervisor, by which it uses its `JobHost`."""
 
     def __init__(self, connection: socket.socket, supervisor: int) -> None:
         self.supervisor = supervisor
@@ -366,35 +366,20 @@ class SupervisorLink:
         return not changed
 
     def open_store(self, address: str, port: int | None, named_by: str) -> dist.TCPStore:
-        bound = self._ask("open_store", address, port, named_by)
+        bound = self.ask("open_store", address, port, named_by)
         return dist.TCPStore(address, bound, is_master=False)
-
-    def open_server(self, address: str, **options: Any) -> int:
-        return int(self._ask("open_server", address, **options))
 
     def launch(self, launch: Launch) -> None:
         handed = launch.command.handed
         files = () if handed is None else (handed.fileno(),)
-        self._ask("launch", replace(launch, command=replace(launch.command, handed=None)), files=files)
-
-    def start_again(self, place: int, number: int) -> None:
-        self._ask("start_again", place, number)
-
-    def kill_rank(self, rank: int) -> None:
-        self._ask("kill_rank", rank)
-
-    def kill(self) -> None:
-        self._ask("kill")
+        self.ask("launch", replace(launch, command=replace(launch.command, handed=None)), files=files)
 
     def note_failure(self, record: FailureRecord) -> None:
         with suppress(OSError):  # it was killed
             self._post("note_failure", (record,), {}, ())
 
-    def finish(self) -> FailureRecord | None:
-        failure: FailureRecord | None = self._ask("finish")
-        return failure
-
-    def _ask(self, name: str, *args: Any, files: Sequence[int] = (), **options: Any) -> Any:
+    def ask(self, name: str, *args: Any, files: Sequence[int] = (), **options: Any) -> Any:
+        """Call a method of `JobHost`, or of its `children`; return its result or raise its error."""
         return self._post(name, args, options, files).result()
 
     def _post(
