@@ -61,16 +61,12 @@ def is_enabled() -> bool:
 
 
 class _State(Enum):
-    """State of the main thread: outside of a run, in a run, reporting an exception, or failed."""
+    """State of the main thread."""
 
-    IDLE = auto()
-    """Code of the script, outside of a run."""
-    RUNNING = auto()
-    """A run: a fit, a test ..."""
-    ENDING = auto()
-    """It has raised, and reports that."""
-    OVER = auto()
-    """It has failed, or unwinds from a failure: nobody answers collectives."""
+    IDLE = auto()  # code of the script, outside of a run
+    RUNNING = auto()  # a run: a fit, a test ...
+    ENDING = auto()  # it has raised, and reports that
+    OVER = auto()  # it has failed, or unwinds from a failure: nobody answers collectives
 
 
 class FailureHandler:
@@ -214,12 +210,6 @@ class FailureHandler:
         self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
 
-    def wait_for_all(self, timeout_s: float) -> None:
-        """Wait until all ranks have connected to the server; raise `RendezvousError` or `PeerFailure`."""
-        if self.watch is not None:
-            self.watch.wait_for_all(timeout_s, self.interrupt.check)
-        self.interrupt.check()
-
     def handle_stop_signals(self) -> None:
         """Install a SIGTERM handler that stops all ranks at a step boundary, instead of this one at once."""
         if self.watch is not None and self._stop_signals is None:
@@ -265,9 +255,7 @@ class FailureHandler:
     def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a Trainer's function under supervision: until it returns, this process's exit is a failure.
 
-        Raises:
-            PeerFailure: another rank failed, also at its end after the function has returned here.
-            BaseException: what the function raised, after that was reported.
+        Raises what the function raised, or `PeerFailure`, also if another rank fails at its end.
         """
         self.interrupt.check()
         if trainer is not None:

@@ -106,10 +106,7 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
-        """Make this process its node's launcher; with a `link` the supervisor starts the ranks instead.
-
-        Sets `variables` in the environment until the job ends.
-        """
+        """Make this process, or with a `link` the supervisor, its node's launcher until the job ends."""
         self._goes_on, self.children.remote = launch.goes_on, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
@@ -137,10 +134,8 @@ class JobContext:
     ) -> ControlServer | None:
         """Open the job's control server at `address`, publish it in the job's store, and return it.
 
-        It is in this process; or for a rank 0 under `run` in the supervisor, then None is returned.
-
-        Args:
-            processes: the processes of this node, if this one is no rank; None for its children in rank 0.
+        For a rank 0 under `run` it is in the supervisor, and None is returned. A process that is no rank
+        gives the `processes` of its node; in rank 0 they are its children.
         """
         shared = self.rendezvous.token
         options: dict[str, Any] = {
@@ -181,7 +176,9 @@ class JobContext:
             self.control.connect(address, identity, settings, parent_pid)
             if parent_pid is not None:
                 outlive_parent()
-        self.control.wait_for_all(timeout_s)
+        assert self.control.watch is not None
+        self.control.watch.wait_for_all(timeout_s, self.control.interrupt.check)
+        self.control.interrupt.check()
 
     def begin_anew(self) -> None:
         """Destroy groups and restart supervision if the script caught a failure; all ranks connect again."""
@@ -266,9 +263,7 @@ def waiting(
 ) -> Generator[None, None, None]:
     """Return a context for waiting: after 5 s one process per node prints so; signals end the process.
 
-    Args:
-        what: what is awaited, for people. Thread-safe.
-        rank: rank of this process, where the environment does not know it yet.
+    `what` is called in a thread; `rank` is given where the environment does not know it yet.
     """
     with ExitStack() as stack:
         if environment.local_rank() == 0:
@@ -300,11 +295,6 @@ class Joining:
         """Return the default process group; create it, by joining the job, if there is none.
 
         Collective: all ranks must call it.
-
-        Raises:
-            ConfigurationError: a group of another size exists already, or the backend is unknown.
-            RendezvousError: the others cannot be reached.
-            PeerFailure: another rank failed meanwhile.
         """
         context = self.context
         group = existing_group(1 if context.is_joining else self._world_size)
@@ -322,7 +312,7 @@ class Joining:
             self._connect(store)
             context.store = store
         if context.store is not None and not self._has_launcher and self._world_size > 1:
-            with self._waiting(lambda: FIRST_JOB):
+            with waiting(self.environment, lambda: FIRST_JOB):
                 share_job(context.store, rank=self._rank)
         if self._world_size > 1:
             context.control.set_while_running(choose_interface(self._main_address, self.backend))
@@ -338,14 +328,14 @@ class Joining:
         if self._is_elsewhere and not self._has_launcher:
             return self._meet_elsewhere()
         where = f"{environment.main_address}:{environment.main_port}"
-        with self._waiting(lambda: f"the store of the run at {where} (rank 0 opens it)"):
+        with waiting(self.environment, lambda: f"the store of the run at {where} (rank 0 opens it)"):
             return context.rendezvous.find(environment, self.timeout)
 
     def _meet_elsewhere(self) -> Any:
         if self.given_store is not None:
             return dist.PrefixStore("lightning_ddp", self.given_store)
         assert self.init_method is not None  # or it would not be elsewhere
-        with self._waiting(lambda: f"the others at {self.init_method}"), remember_connections():
+        with waiting(self.environment, lambda: f"the others at {self.init_method}"), remember_connections():
             return meet(self.init_method, self._rank, self._world_size, self.timeout)
 
     @property
@@ -380,7 +370,7 @@ class Joining:
                 connected = None if watch is None else watch.who_is_here()
                 return f"all {self._world_size} ranks; connected so far: {connected}"
 
-            with self._waiting(describe):
+            with waiting(self.environment, describe):
                 context.connect(store, identity, settings, timeout_s)
             if rank == 0 and self._has_launcher and settings.recovery is not None:
                 note_met(store)
@@ -403,13 +393,10 @@ class Joining:
         if timeout is not None and uses_nccl(self.backend) and is_watched:
             # this package reports first what is late; NCCL's watchdog, which ends the process, is the last
             timeout += timedelta(seconds=self.settings.failure_grace_s)
-        with self._waiting(lambda: f"the process group ({self.backend}) of {world_size} ranks"):
+        with waiting(self.environment, lambda: f"the process group ({self.backend}) of {world_size} ranks"):
             return join_default_group(
                 self.backend, store, rank=rank, world_size=world_size, timeout=timeout, device=self.device
             )
-
-    def _waiting(self, what: Callable[[], str]) -> Any:
-        return waiting(self.environment, what)
 
     @property
     def _rank(self) -> int:
@@ -521,9 +508,4 @@ def end_job(error: BaseException | None) -> BaseException | None:
     return failure.to_error() if error is None and failure is not None else error
 
 
-def _disown() -> None:
-    if _context is not None:
-        _context.disown()
-
-
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=lambda: None if _context is None else _context.disown())

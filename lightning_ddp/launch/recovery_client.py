@@ -45,16 +45,12 @@ _RUNS_JOBS = side_stream.__file__
 
 
 class Cause(Enum):
-    """Cause of an exception: this rank's own code, another rank's failure, or an error of a backend."""
+    """Cause of an exception."""
 
-    OWN = auto()
-    """Code of this rank."""
-    PEER = auto()
-    """The failure of another rank, which interrupted this one."""
-    LOST_CONNECTION = auto()
-    """A backend, in words of a connection that broke: an echo of another rank's failure, mostly."""
-    BACKEND = auto()
-    """A backend, in other words: an echo only where groups were aborted because of a failure."""
+    OWN = auto()  # code of this rank
+    PEER = auto()  # the failure of another rank, which interrupted this one
+    LOST_CONNECTION = auto()  # a backend, in words of a connection that broke: an echo, mostly
+    BACKEND = auto()  # in other words: an echo only where groups were aborted because of a failure
 
 
 def cause_of_error(error: BaseException) -> Cause:
