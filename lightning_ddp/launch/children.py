@@ -69,11 +69,8 @@ def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRec
 class Children(LocalProcesses):
     """Child processes of a launcher, one for each other rank of the node: started, watched and ended.
 
-    Args:
-        on_end: called with each child that ends, in the thread that watches it.
-        has_met: returns True once all ranks have connected: a child that ends before that has failed.
-        starter: starts a process of a command, with its environment variables and its log; None for Python,
-            where this process is the first rank of the node itself.
+    `on_end` is called with each child that ends, in the thread that watches it: one that ends before `has_met`
+    is true has failed. Without `starter` Python is started, and this process is the first rank of the node.
     """
 
     def __init__(

@@ -223,13 +223,7 @@ class DesyncReporter:
         return self._called_others(entry, self._ask(entry))
 
     def compare(self, entry: Entry) -> None:
-        """Announce a collective, and wait until all ranks of its group are about to start the same one.
-
-        Raises:
-            CollectiveMismatchError: they are about to start others.
-            CollectiveTimeoutError: not all have come within the deadline.
-            PeerFailure: the job has failed meanwhile.
-        """
+        """Announce a collective, and wait until all ranks of its group are about to start the same one."""
         watch, lane = self._watch, entry.lane
         if watch is None:
             return

@@ -75,13 +75,8 @@ _LOOK_AGAIN_S = 0.1
 class ScriptLauncher(SubprocessScriptLauncher):
     """Launcher that runs this program again in N-1 child processes; this process is local rank 0.
 
-    Args:
-        cluster_environment: tells ranks and addresses; if it creates processes externally, none are started.
-        num_processes: processes of this node.
-        num_nodes: nodes of the run.
-        settings: times of supervision.
-        init_method: where the ranks meet; the store listens at the address of a `tcp://` one.
-        timeout: how long another node waits for the first one; None for torch's own.
+    It starts none if `cluster_environment` creates processes externally. `timeout` limits how long another
+    node waits for the first one.
     """
 
     def __init__(
@@ -101,13 +96,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Start the children unless they run already, then call `function` here and return its result.
-
-        Raises:
-            PeerFailure: a child died.
-            ConfigurationError: several nodes without a port that all know.
-            RendezvousError: the port that the user named is taken.
-        """
+        """Start the children unless they run already, then call `function` here and return its result."""
         begin_run()
         context, environment = job_context(), self.cluster_environment
         _check_tasks(environment, num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -220,10 +209,6 @@ def child_command() -> ChildCommand:
     """Return the command that runs this program again, with its arguments.
 
     The child gets what Hydra has composed, and runs in the folder where the user started the program.
-
-    Raises:
-        ConfigurationError: there is no file or module to run again; a configuration does not pickle; or the
-            output directory cannot be written.
     """
     elsewhere = jobs().program()
     program = Program(*elsewhere, []) if elsewhere else Program(*_program(), sys.argv[1:])
@@ -343,12 +328,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     ) -> Any:
         """Run `function` in all processes; return the result of rank 0, or of the lowest rank that is left.
 
-        Raises:
-            PeerFailure: a process raised or died; with its traceback where there is one.
-            ConfigurationError: several nodes without a port that all know, or what is to be sent to the
-                processes does not pickle.
-            RendezvousError: the port that the user named is taken.
-            RuntimeError: the script has no main guard, so that each new process would run it anew.
+        Raises `PeerFailure` if a process raised or died, with its traceback where there is one.
         """
         if self._made_by != "fork":
             check_missing_main_guard()
@@ -451,13 +431,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         """Wait until all processes have exited with 0 (then True), or one has failed and it is known why.
 
         One that ends well before all ranks have connected has failed, as the others wait for it. The server
-        is told of each that fails, and where the job continues without lost ranks of each end.
-
-        Returns:
-            False if torch is to end the others, and to say how one has failed.
-
-        Raises:
-            PeerFailure: all have ended well, so that nobody else is left to be told of a failure.
+        is told of each that fails, and where the job continues without lost ranks of each end. Returns False
+        if torch is to end the others, and to say how one has failed.
         """
         goes_on = self._settings.recovery is not None
         told: set[int] = set()
@@ -473,7 +448,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if any(codes[n] for n in counting) and (failure is not None or not goes_on):
                 return False
             if all(codes[n] == 0 for n in counting):
-                if failure is not None:
+                if failure is not None:  # and nobody else is left to be told of it
                     raise failure.to_error(is_rank=False)
                 if not results.empty():
                     return True

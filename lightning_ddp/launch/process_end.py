@@ -187,8 +187,7 @@ class EndLimit:
     def expect_progress(self, is_running: bool | None = None) -> None:
         """Restart the timer that ends this process if it runs no Python code within `stall_timeout`.
 
-        Args:
-            is_running: whether a run begins or ends; None if this process has just executed Python.
+        Called with `is_running` where a run begins or ends, and whenever this process executes Python.
         """
         stall_s = self.settings.stall_timeout_s
         with self._lock:

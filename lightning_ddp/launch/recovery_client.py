@@ -178,10 +178,7 @@ class RecoveryClient:
         """Report how far this process has trained; wait for the next generation of ranks; return it.
 
         Returns None if this process is to exit with code 0, as it has left or the others have ended.
-
-        Args:
-            progress: None for a process without state.
-            check: called now and then; raises where the job ends.
+        `progress` is None for a process without state; `check` is called now and then.
         """
         watch = self._watch
         if progress is None:

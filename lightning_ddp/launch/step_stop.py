@@ -50,13 +50,9 @@ class StepStop:
         at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
 
     def check(self) -> bool:
-        """Pass a step boundary; return True if ranks stop here for others that join or leave.
+        """Pass a step boundary, as all ranks do; return True if they stop here for others that join or leave.
 
-        All ranks pass the same boundaries.
-
-        Raises:
-            SIGTERMException: all ranks stop here.
-            PeerFailure: another rank failed.
+        Raises `SIGTERMException` if all ranks stop here for a signal.
         """
         ours = self._context.control
         if self._trainer is None or (passage := ours.reached_step_boundary()) is Passage.GO:
