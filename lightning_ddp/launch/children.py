@@ -69,8 +69,8 @@ def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRec
 class Children(LocalProcesses):
     """Child processes of a launcher, one for each other rank of the node: started, watched and ended.
 
-    `on_end` is called with each child that ends, in the thread that watches it: one that ends before `has_met`
-    is true has failed. Without `starter` Python is started, and this process is the first rank of the node.
+    `on_end` is called with each child that ends, in the thread that watches it; one that ends before all have
+    met has failed. Without a `starter` Python is started, and this process is the first rank of the node.
     """
 
     def __init__(

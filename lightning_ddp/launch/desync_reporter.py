@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
 from lightning_ddp.comm.group import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
@@ -26,23 +27,6 @@ from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S
 from lightning_ddp.supervise.disagreement import join_ranks, name_ranks
 from lightning_ddp.supervise.failure_record import Where
-from lightning_ddp.supervise.protocol import (
-    CollectiveApproved,
-    CollectiveFingerprint,
-    DiagnoseRequest,
-    Diagnosis,
-    Findings,
-    GroupStatus,
-    Message,
-    PeerValue,
-    RankStatus,
-    SendValue,
-    State,
-    StateRequest,
-    StateValues,
-    StatusReply,
-    StatusRequest,
-)
 from lightning_ddp.supervise.rank_state import RankState
 
 _LONGEST_TEXT = 200
@@ -55,7 +39,7 @@ _MOST_FRAMES = 200
 class _Answer(threading.Event):
     """Event for which a thread waits until the server has answered, with what the server found."""
 
-    findings: Findings | None = None
+    findings: protocol.Findings | None = None
 
 
 class DesyncReporter:
@@ -75,7 +59,7 @@ class DesyncReporter:
         """Age in seconds at which an awaited collective counts as failed."""
         self.is_comparing = False
         """True if each collective is compared between the ranks before it starts."""
-        self.state_values: Callable[[int], StateValues] | None = None
+        self.state_values: Callable[[int], protocol.StateValues] | None = None
         """Function that answers what of this rank's state was hashed at a number."""
         self.num_runs = 0
         """Number of runs (fits, tests ...) that have begun."""
@@ -125,28 +109,28 @@ class DesyncReporter:
 
     # ------------------------------------------------------------------ in the thread of the channel
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: protocol.Message) -> None:
         """Process a server's message: answer a question about this rank, or deliver an answer or value."""
         match message:
-            case StatusRequest(number) if self._watch is not None:
-                self._watch.post(StatusReply(number, self.status()))
-            case CollectiveApproved(group, number) | Diagnosis(group, number):
+            case protocol.StatusRequest(number) if self._watch is not None:
+                self._watch.post(protocol.StatusReply(number, self.status()))
+            case protocol.CollectiveApproved(group, number) | protocol.Diagnosis(group, number):
                 answer = self._answers.get((group, number))
                 if answer is not None:
-                    answer.findings = message.findings if isinstance(message, Diagnosis) else None
+                    answer.findings = message.findings if isinstance(message, protocol.Diagnosis) else None
                     answer.set()
-            case StateRequest(number) if self._watch is not None and self.state_values is not None:
+            case protocol.StateRequest(number) if self._watch is not None and self.state_values is not None:
                 self._watch.post(self.state_values(number))
-            case PeerValue(sender, topic, value):
+            case protocol.PeerValue(sender, topic, value):
                 listener = self._listeners.get(topic)
                 if listener is not None:
                     listener(sender, value)
 
-    def status(self) -> RankStatus:
+    def status(self) -> protocol.RankStatus:
         """Return what this rank is doing: its state, awaited collective, step and groups. Thread-safe."""
         activity, where = self._interrupt.activity, self._where()
         wait, now = activity.wait(), time.monotonic()
-        state: State
+        state: protocol.State
         label: str | None
         if self._interrupt.error is not None:
             state, label, since = "ending", None, activity.since
@@ -159,7 +143,7 @@ class DesyncReporter:
         else:
             state, label, since = "runs", wait.label if wait is not None else None, activity.since
         entry = activity.entry()
-        return RankStatus(
+        return protocol.RankStatus(
             rank=self._rank,
             state=state,
             label=None if label is None else _cut(label),
@@ -170,7 +154,7 @@ class DesyncReporter:
             phase=where.phase,
             at=self._line() if state == "runs" else None,
             groups=tuple(
-                GroupStatus(
+                protocol.GroupStatus(
                     name=lane.name,
                     ranks=_cut(join_ranks(lane.ranks)),
                     number=lane.number,
@@ -231,7 +215,7 @@ class DesyncReporter:
         try:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))
-                watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
+                watch.post(protocol.CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
                 while not answer.wait(SLICE_S):
                     self._interrupt.check()
                     self._interrupt.check_deadline()
@@ -246,19 +230,19 @@ class DesyncReporter:
                 " shapes and dtypes.",
             )
 
-    def _ask(self, entry: Entry | None) -> Findings:
+    def _ask(self, entry: Entry | None) -> protocol.Findings:
         """Ask the server where ranks disagree about a collective, and return its findings or own ones."""
         key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
         answer = self._answers.setdefault(key, _Answer())
         if self._watch is not None:
-            self._watch.post(DiagnoseRequest(*key))
+            self._watch.post(protocol.DiagnoseRequest(*key))
         deadline = time.monotonic() + _ASK_WAIT_S
         while not answer.wait(SLICE_S) and time.monotonic() < deadline:
             self._interrupt.check()
         self._answers.pop(key, None)
         return answer.findings or self._unanswered(entry)
 
-    def _unanswered(self, entry: Entry | None) -> Findings:
+    def _unanswered(self, entry: Entry | None) -> protocol.Findings:
         """Return the findings that this rank has by itself, as the server's process does not answer."""
         missing, where = set(self._interrupt.activity.absent), ""
         if self._watch is not None:
@@ -269,9 +253,9 @@ class DesyncReporter:
             if server.rank not in (-1, self._rank) and (entry is None or server.rank in entry.lane.ranks):
                 missing.add(server.rank)
         sentence = f"the control channel has not answered within {_ASK_WAIT_S:g} s{where}"
-        return Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
+        return protocol.Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
 
-    def _called_others(self, entry: Entry | None, found: Findings) -> CollectiveMismatchError:
+    def _called_others(self, entry: Entry | None, found: protocol.Findings) -> CollectiveMismatchError:
         return self._mismatch(
             entry,
             found,
@@ -282,7 +266,7 @@ class DesyncReporter:
         )
 
     def _mismatch(
-        self, entry: Entry | None, found: Findings, what: str, advice: str
+        self, entry: Entry | None, found: protocol.Findings, what: str, advice: str
     ) -> CollectiveMismatchError:
         return CollectiveMismatchError(
             f"rank {self._rank}: {what}.\n{_in_words(found)}\n{advice}",
@@ -300,7 +284,7 @@ class DesyncReporter:
         Values of a rank arrive in order, and none after a failure.
         """
         if self._watch is not None:
-            self._watch.post(SendValue(rank, topic, value))
+            self._watch.post(protocol.SendValue(rank, topic, value))
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
@@ -314,7 +298,7 @@ class DesyncReporter:
             self._listeners[topic] = listener
 
 
-def _in_words(found: Findings) -> str:
+def _in_words(found: protocol.Findings) -> str:
     return f"  {found.sentence}\n{found.table}".rstrip()
 
 
