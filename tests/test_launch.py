@@ -145,7 +145,6 @@ def test_a_named_port_in_use_is_an_error_that_names_it(tmp_path) -> None:
     [
         ("custom_ddp", (), False),
         ("custom_ddp_spawn", (), False),
-        ("custom_ddp_fork", (), False),
         ("custom_ddp", RUN, False),
         pytest.param("custom_ddp", RUN, True, marks=pytest.mark.slow),
     ],
@@ -289,7 +288,6 @@ def test_between_two_runs_nothing_holds_the_process_and_sigterm_is_the_scripts_o
 @pytest.mark.parametrize(
     ("victim", "how", "then", "words"),
     [
-        (0, "raise", "more", "ValueError: no such column: 'age'"),
         (0, "raise", "slow", "ValueError: no such column: 'age'"),
         (1, "SIGKILL", "end", "the process was killed by SIGKILL"),
         (1, "SIGKILL", "wait", "the process was killed by SIGKILL"),
@@ -481,7 +479,6 @@ if __name__ == "__main__":
         ("spawn", "none", 1, "fitted"),
         ("fork", "worker", 2, "caught ValueError"),
         ("fork", "results", 0, "caught OSError"),
-        pytest.param("spawn", "worker", 1, "caught ValueError", marks=pytest.mark.slow),
     ],
 )
 def test_no_temporary_file_is_left_and_no_import_is_walked_through_at_the_end(
@@ -497,8 +494,7 @@ def test_no_temporary_file_is_left_and_no_import_is_walked_through_at_the_end(
     if start_method == "fork" or any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
         return  # forks end without a walk
     ends = re.findall(r"(rank|worker) walks (\d+) and not (\d+)", result.stdout)
-    awaited = {"rank", "worker"} if fault == "none" else {"rank"}  # else workers are ended by a signal
-    assert awaited <= {kind for kind, *_ in ends}, result.stdout
+    assert {kind for kind, *_ in ends} >= {"rank", "worker"}, result.stdout
     assert all(int(walked) < int(left_out) / 4 for _, walked, left_out in ends), result.stdout
 
 
@@ -668,13 +664,11 @@ def test_a_node_that_the_run_does_not_have_is_an_error(variable, strategy, tmp_p
     assert f"Error: {variable}=1, but the nodes of Trainer(num_nodes=1) are counted from 0" in result.stderr
 
 
-@pytest.mark.parametrize("what", ["alive", "gone", "zombie"])
+@pytest.mark.parametrize("what", ["alive", "zombie"])
 def test_a_parent_variable_that_is_left_over_does_not_end_a_program_in_silence(what) -> None:
     script = "import lightning_ddp, os; print(os.environ.get('LIGHTNING_DDP_PARENT_PID'))"
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        if what == "gone":
-            ended.wait()
         pid = os.getpid() if what == "alive" else ended.pid  # nor is this process the parent of the script
         result = run_script(script, env={"LIGHTNING_DDP_PARENT_PID": str(pid)}, timeout_s=DEADLINE_S)
     if what == "alive":
@@ -781,12 +775,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        "custom_ddp_notebook",
-        pytest.param("custom_ddp_fork", marks=pytest.mark.slow),
-        pytest.param("custom_ddp_spawn", marks=pytest.mark.slow),
-    ],
+    "strategy", ["custom_ddp_notebook", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)]
 )
 def test_nothing_of_a_fit_stays_in_a_process_that_only_waits_for_the_ranks(strategy) -> None:
     env = {"PYTHONPATH": str(Path(user_script.__file__).parent)}
