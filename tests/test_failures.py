@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -266,6 +267,27 @@ def test_a_process_that_never_ends_is_ended(
         report = result.stderr.rpartition("lightning_ddp: ")[2]
         assert report.startswith(f"rank {victim} (node 0, host "), result.stderr
         assert fault == "kill" or report.rstrip().endswith("ValueError: expected 3 channels, got 1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "fresh"),
+    [("exception", True), ("kill", False), pytest.param("long", False, marks=pytest.mark.slow)],
+)
+def test_torchrun_reports_the_rank_that_failed_first(fault, fresh, tmp_path) -> None:
+    """It sends no signal: each rank raises."""
+    arguments = order(tmp_path, fault=fault, rank=1)
+    result = run_script(SCRIPT, arguments, timeout_s=TIMEOUT_S, launcher=TORCHRUN, fresh=fresh)
+    assert result.returncode == 1
+    notes = read_notes(tmp_path)
+    assert [name for name in notes if name.startswith("fired")] == ["fired-1"]
+    assert (notes["on_exception-0"]["kind"], notes["on_exception-0"]["rank"]) == ("PeerFailure", 1)
+    root = result.stderr[result.stderr.index("Root Cause (first observed failure)") :]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", root), root
+    if fault == "long":
+        screen = last_screen(result.stderr)
+        assert "rank 1 failed first at step 2 in training_step: ValueError" in screen
+    else:
+        assert ("ValueError: expected 3 channels, got 1" if fault == "exception" else "SIGKILL") in root
 
 
 EXITS_EARLY = "the process exited with code 0 before it had joined the others"

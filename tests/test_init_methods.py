@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import free_port, run_ranks, run_ranks_outcomes, run_script, toy_backend
+from harness import free_port, run_ranks, run_ranks_outcomes, run_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_ddp import CustomDDPStrategy, comm
@@ -22,12 +22,11 @@ CPU = torch.device("cpu")
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def joined(rank, world_size, init_method, backend="gloo"):
+def joined(rank, world_size, init_method):
     """The sum over ranks that met there; run in processes of their own."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    toy_backend.register()
     store = meet(init_method, rank, world_size, None)
-    group = join_default_group(backend, store, rank=rank, world_size=world_size, timeout=None, device=CPU)
+    group = join_default_group("gloo", store, rank=rank, world_size=world_size, timeout=None, device=CPU)
     return comm.all_reduce(Group(group), torch.tensor(rank + 1.0)).item()
 
 
@@ -50,11 +49,6 @@ def test_a_file_is_used_once_and_one_of_a_crashed_run_is_named(tmp_path) -> None
         assert "left over from an earlier run (last written" in outcome.message
     path.unlink()
     assert run_ranks(joined, 2, init_method, process_group=False) == [3.0, 3.0]
-
-
-def test_somebody_elses_backend_by_name(tmp_path) -> None:
-    init_method = (tmp_path / "meeting").as_uri()
-    assert run_ranks(joined, 2, init_method, "toy", process_group=False) == [3.0, 3.0]
 
 
 def test_a_file_of_a_run_that_goes_on_and_a_folder_that_is_missing(tmp_path) -> None:
