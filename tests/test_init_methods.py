@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import free_port, run_ranks, run_ranks_outcomes, run_script
+from harness import TRAINS, free_port, run_ranks, run_ranks_outcomes, run_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_ddp import CustomDDPStrategy, comm
@@ -90,33 +90,23 @@ def test_unknown_schemes_and_backends_are_refused() -> None:
         )
 
 
-SCRIPT = """
-import os, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-sys.path.insert(0, {tests!r})
-import lightning_ddp
+SCRIPT = f"""{TRAINS}
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from harness import toy_backend
 
 toy_backend.register()
-
-if __name__ == "__main__":
-    strategy = lightning_ddp.CustomDDPStrategy(init_method=sys.argv[1], process_group_backend=sys.argv[2])
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False, limit_val_batches=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    torch.manual_seed(trainer.global_rank)
-    trainer.fit(BoringModel())
-    sums = strategy.reduce({{"a": torch.tensor(trainer.global_rank + 1.0)}}, reduce_op="sum")
-    weight = trainer.model.layer.weight
-    same = strategy.all_reduce(weight.detach().clone(), reduce_op="max").equal(weight)
-    received = strategy.broadcast([torch.full((400,), trainer.global_rank)], src=1)
-    text = "rank %d sum %g same %s broadcast %d" % (trainer.global_rank, sums["a"], same, received[0][0])
-    os.write(1, f"{{text}} port {{os.environ['MASTER_PORT']}} {{dist.get_backend()}}\\n".encode())
+strategy = lightning_ddp.CustomDDPStrategy(init_method=sys.argv[1], process_group_backend=sys.argv[2])
+ours = trainer(strategy, max_steps=2)
+rank = ours.global_rank
+torch.manual_seed(rank)
+ours.fit(BoringModel())
+sums = strategy.reduce({{"a": torch.tensor(rank + 1.0)}}, reduce_op="sum")
+weight = ours.model.layer.weight
+same = strategy.all_reduce(weight.detach().clone(), reduce_op="max").equal(weight)
+received = strategy.broadcast([torch.full((400,), rank)], src=1)
+text = "rank %d sum %g same %s broadcast %d" % (rank, sums["a"], same, received[0][0])
+port, backend = os.environ["MASTER_PORT"], torch.distributed.get_backend()
+os.write(1, f"{{text}} port {{port}} {{backend}}\\n".encode())
 """
 
 
@@ -124,7 +114,7 @@ if __name__ == "__main__":
 def test_training_where_the_user_says(backend, tmp_path) -> None:
     port = free_port()
     place = f"tcp://127.0.0.1:{port}" if backend == "gloo" else (tmp_path / "meeting").as_uri()
-    result = run_script(SCRIPT.format(tests=str(Path(__file__).parent)), [place, backend]).check()
+    result = run_script(SCRIPT, [place, backend]).check()
     lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
     for rank, line in enumerate(lines):
         assert line.startswith(f"rank {rank} sum 3 same True broadcast 1 port"), line

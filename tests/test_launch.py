@@ -373,18 +373,11 @@ def test_a_child_that_has_not_met_the_others_dies_with(launcher, victim, tmp_pat
         assert script.wait(DEADLINE_S, leftover_grace_s=30.0).returncode == -signal.SIGKILL
 
 
-WHILE_IT_STARTS = """
-import os, sys, time
-from pathlib import Path
-import pytorch_lightning as pl
-from lightning_ddp import CustomDDPStrategy
-from pytorch_lightning.demos.boring_classes import BoringModel
-
+WHILE_IT_STARTS = f"""{TRAINS}
 if __name__ == "__main__":
-    strategy = CustomDDPStrategy(start_method=sys.argv[2])
-    pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, logger=False).fit(BoringModel())
+    trainer(lightning_ddp.CustomDDPStrategy(start_method="spawn"), max_steps=1).fit(BoringModel())
 else:
-    Path(sys.argv[1], f"begun-{os.getpid()}").touch()
+    open(f"{{sys.argv[1]}}/begun-{{os.getpid()}}", "w").close()
     while len(os.listdir(sys.argv[1])) < 3:
         time.sleep(0.01)
 """
@@ -392,7 +385,7 @@ else:
 
 def test_a_process_that_still_starts_when_its_launcher_is_killed_ends_by_itself(tmp_path) -> None:
     """One in the place of a lost one has no guard that would end it."""
-    with start_script(WHILE_IT_STARTS, [str(tmp_path), "spawn"]) as script:
+    with start_script(WHILE_IT_STARTS, [str(tmp_path)]) as script:
         script.wait_until(lambda: len(os.listdir(tmp_path)) == 2)
         os.kill(script.pid, signal.SIGKILL)
         (tmp_path / "go").touch()

@@ -9,25 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import run_script
+from harness import TRAINS, run_script
 
 from lightning_ddp.launch import child_process as prelude
 
-SCRIPT = """
+SCRIPT = (
+    """
 import gc, os, subprocess, sys
 at_start = gc.get_threshold()
-import pytorch_lightning as pl, torch
-import lightning_ddp
-
+"""
+    + TRAINS
+    + """
 if len(sys.argv) > 1:
     gc.set_threshold(*map(int, sys.argv[1].split(",")))
 
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, _):
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
         ask = "import gc, os; print(gc.get_threshold(), os.environ.get('PYTHONPATH'))"
         child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
         told = {
@@ -39,18 +36,11 @@ class Model(pl.LightningModule):
             "child": child.stdout.strip(),
         }
         print(f"rank {self.global_rank} {told!r}", flush=True)
-        return self.layer(batch).sum()
+        return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 4)))
+trainer(max_steps=1).fit(Model())
 """
+)
 RARE = (100_000, 10, 10)
 
 

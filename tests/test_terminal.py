@@ -5,24 +5,16 @@ from __future__ import annotations
 import io
 import re
 
-from harness import free_port, start_script
+from harness import TRAINS, free_port, start_script
 
 from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 
-SCRIPT = """
-import warnings
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
+SCRIPT = f"""{TRAINS}
 import lightning_ddp.launch.process_end as terminal
 
-warnings.simplefilter("ignore")
 terminal.LONG_S = 1.0
-names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-quiet = dict.fromkeys(names, False)
-trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=1, num_nodes=2, max_steps=1, **quiet)
-trainer.fit(BoringModel())
+trainer(devices=1, num_nodes=2, max_steps=1).fit(BoringModel())
 """
 MESSAGE = "the picture 4711.png of a folder of very many is broken, as is the one before it, and the next one"
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 8, in f\n    raise ValueError\n'
