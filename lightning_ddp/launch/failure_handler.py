@@ -7,8 +7,10 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -29,7 +31,6 @@ from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.process_end import (
     EndLimit,
-    StopSignals,
     exit_now,
     fill_error_file,
     second_interrupt_ends,
@@ -93,7 +94,9 @@ class FailureHandler:
         self._parent_pid: int | None = None
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
-        self._stop_signals: StopSignals | None = None
+        self._handlers_before: dict[int, Any] = {}
+        """Handlers of the signals that stop all ranks, before this process handled them."""
+        self._num_signals = 0
 
     # ------------------------------------------------------------------ what is known
 
@@ -131,10 +134,6 @@ class FailureHandler:
     def is_launcher(self) -> bool:
         """True if this process starts the other ranks of its node."""
         return self._children.launch is not None
-
-    def _is_between_runs(self) -> bool:
-        has_ended = self._depth == 0 and self.inspector.num_runs > 0
-        return has_ended and not self.is_over and not self.has_left
 
     @property
     def is_ending(self) -> bool:
@@ -209,18 +208,6 @@ class FailureHandler:
         self.inspector.attach(self.watch)
         self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
-
-    def handle_stop_signals(self) -> None:
-        """Install a SIGTERM handler that stops all ranks at a step boundary, instead of this one at once."""
-        if self.watch is not None and self._stop_signals is None:
-            preemption = self._settings.preemption
-            self._stop_signals = StopSignals(
-                self.watch,
-                is_between=self._is_between_runs,
-                is_ending=lambda: self.is_ending or self.has_left,
-                request=self._requested_by,
-                numbers=[preemption.number] if preemption is not None else [],
-            )
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
@@ -326,11 +313,6 @@ class FailureHandler:
                 if self.watch is not None:  # else the exit that may follow at once would be a failure
                     self.watch.flush()
 
-    def restore_sigterm(self) -> None:
-        """Restore the previous SIGTERM handler, as this process has no step boundary to stop at."""
-        if self._stop_signals is not None:
-            self._stop_signals.restore()
-
     def set_while_running(self, variables: dict[str, str]) -> None:
         """Set environment variables until the run ends, or outside of a run until the process does."""
         if self._depth > 0:
@@ -368,6 +350,47 @@ class FailureHandler:
         if passage is Passage.STOP:
             self.watch.update(lambda state: None)  # which reports it
         return passage
+
+    def handle_stop_signals(self) -> None:
+        """Install a SIGTERM handler that stops all ranks at a step boundary, instead of this one at once.
+
+        It only reports a wish; the main thread reads the answer of the control server where a step begins.
+        Does nothing outside of the main thread.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.watch is not None and is_main and not self._handlers_before:
+            preemption = self._settings.preemption
+            for number in {signal.SIGTERM, *([] if preemption is None else [preemption.number])}:
+                self._handlers_before[number] = signal.signal(number, self._on_signal)
+
+    def restore_sigterm(self) -> None:
+        """Restore the previous signal handlers, unless somebody has replaced this one."""
+        for number, previous in self._handlers_before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous or signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """Ask for a stop; between runs, or in a process that is no rank, call the script's own handler."""
+        previous = self._handlers_before.get(number)
+        is_between_runs = self._depth == 0 and self.inspector.num_runs > 0
+        if self.is_inherited or (is_between_runs and not self.is_over and not self.has_left):
+            if callable(previous) and not self.is_inherited:
+                previous(number, frame)
+            elif self.is_inherited or previous is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.watch is None or self.is_ending or self.has_left:
+            return
+        self._num_signals += 1
+        if self._num_signals > 1:
+            name = signal.Signals(number).name
+            os.write(2, f"lightning_ddp: rank {self.watch.identity.rank}: second {name}, ending\n".encode())
+            sys.stdout.flush()
+            os._exit(128 + number)
+        self.watch.ask(self._requested_by(int(number)))
+        if callable(previous):
+            previous(number, frame)
 
     def _requested_by(self, number: int) -> Wish:
         """Return what a signal requests: that all ranks stop, or that this process or its node leaves."""

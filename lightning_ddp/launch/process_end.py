@@ -12,14 +12,12 @@ import textwrap
 import threading
 import time
 import types
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
-from lightning_ddp.supervise.orders import Wish
 from lightning_ddp.supervise.settings import SupervisionSettings
 from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT
 
@@ -74,60 +72,6 @@ def ended_by_signals() -> Generator[None, None, None]:
     finally:
         for number, before in replaced.items():
             signal.signal(number, before)
-
-
-class StopSignals:
-    """Handler of SIGTERM and `numbers` that asks for a stop; between runs it calls the script's own.
-
-    It only reports a wish; the main thread reads the answer of the control server where a step begins. Does
-    nothing outside of the main thread, or if the process ends anyway.
-    """
-
-    def __init__(
-        self,
-        watch: ControlClient,
-        *,
-        is_between: Callable[[], bool],
-        is_ending: Callable[[], bool],
-        request: Callable[[int], Wish],
-        numbers: Iterable[int] = (),
-    ) -> None:
-        self._watch = watch
-        self._is_between, self._is_ending, self._request = is_between, is_ending, request
-        self._num_received = 0
-        self._previous: dict[int, Any] = {}
-        self._pid = os.getpid()
-        if threading.current_thread() is threading.main_thread():
-            for number in {signal.SIGTERM, *numbers}:
-                self._previous[number] = signal.signal(number, self._on_signal)
-
-    def restore(self) -> None:
-        """Restore the previous signal handlers, unless somebody has replaced this one."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, previous or signal.SIG_DFL)
-
-    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        previous = self._previous.get(number)
-        is_inherited = os.getpid() != self._pid  # such as a worker of a data loader
-        if is_inherited or self._is_between():
-            if callable(previous) and not is_inherited:
-                previous(number, frame)
-            elif is_inherited or previous is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            return
-        if self._is_ending():
-            return
-        self._num_received += 1
-        if self._num_received > 1:
-            name = signal.Signals(number).name
-            os.write(2, f"lightning_ddp: rank {self._watch.identity.rank}: second {name}, ending\n".encode())
-            sys.stdout.flush()
-            os._exit(128 + number)
-        self._watch.ask(self._request(int(number)))
-        if callable(previous):
-            previous(number, frame)
 
 
 def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:

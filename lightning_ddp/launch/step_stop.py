@@ -42,7 +42,7 @@ class StepStop:
         if self._context.control.watch is None or self._trainer is trainer:
             return
         self._trainer = trainer
-        # `StopSignals` has a handler of its own for SIGTERM, which Lightning calls next
+        # `FailureHandler` has a handler of its own for SIGTERM, which Lightning calls next
         self._requeue = replace_signal_handlers(
             trainer, on_sigterm=lambda number, frame: None, on_requeue=self._ask_to_stop
         )
