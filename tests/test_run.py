@@ -331,14 +331,13 @@ def test_the_terminal_is_the_programs(tmp_path) -> None:
 @pytest.mark.parametrize(
     "lost",
     [
-        {1: ("forward", 3)},
         {0: ("batch end", 3), 1: ("validation", 11)},
         {0: ("checkpoint", 2), 1: ("epoch end", 11)},
     ],
     ids=str,
 )
 def test_the_others_go_on_without_a_rank_that_is_lost(tmp_path, lost) -> None:
-    """Of rank 0, which all of these are when they are lost but for the first, loggers and checkpoints too."""
+    """Of rank 0, which all of these are when they are lost, loggers and checkpoints too."""
     saving = {"dirpath": None, "monitor": "step", "mode": "max", "save_last": True, "every_n_train_steps": 2}
     faults = [fault(place, *when) for place, when in lost.items()]
     order = {"devices": 3, "logs": True, "records": True, "validates": True, "checkpoints": saving}
