@@ -132,13 +132,12 @@ def test_no_forked_process_communicates_before_all_have_been_forked(what, tmp_pa
         assert [notes[f"trained-{rank}"]["step"] for rank in range(3)] == [STEPS] * 3
 
 
-def test_a_named_port_in_use_is_an_error_that_names_it() -> None:
+def test_a_named_port_in_use_is_an_error_that_names_it(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            RendezvousError, match=f"port {port} on 127.0.0.1, named by MASTER_PORT, is in use"
-        ):
-            rendezvous.open_store("127.0.0.1", port)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(RendezvousError, match=f"^port {port} on .*, named by MASTER_PORT, is in use"):
+            rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
 
 
 @pytest.mark.parametrize(
