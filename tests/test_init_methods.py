@@ -140,8 +140,7 @@ def joined_by_the_strategy(rank, world_size, kind, place):
     return strategy.reduce(torch.tensor(rank + 1.0), reduce_op="sum").item()
 
 
-@pytest.mark.parametrize("kind", ["store", "tcp", "file"])
+@pytest.mark.parametrize("kind", ["store", "tcp"])
 def test_processes_of_another_launcher_meet_where_the_user_says(kind, tmp_path) -> None:
-    places = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": (tmp_path / "meeting").as_uri()}
-    place = places.get(kind, str(tmp_path / "store"))
+    place = str(tmp_path / "store") if kind == "store" else f"tcp://127.0.0.1:{free_port()}"
     assert run_ranks(joined_by_the_strategy, 2, kind, place, process_group=False) == [3.0, 3.0]

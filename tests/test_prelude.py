@@ -65,6 +65,7 @@ def test_a_child_imports_with_a_rare_collector_and_runs_as_its_parent_does(tmp_p
 
 
 def test_thresholds_that_the_script_sets_stay(tmp_path: Path) -> None:
+    """Also in the parent, which has no prelude to restore."""
     assert [rank["run"] for rank in told_by_ranks(tmp_path, "500,5,5")] == [(500, 5, 5)] * 2
 
 
@@ -85,21 +86,3 @@ def test_python_starts_with_the_prelude_and_what_else_it_would(inherited: str | 
     assert (found.stdout, found.stderr) == (f"{RARE} {rest}", "")
     assert rest.startswith(f"{inherited} ")
     assert f"{thresholds})" != str(RARE)
-
-
-def test_an_interpreter_that_ignores_the_environment_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Flags:
-        ignore_environment, no_site = 1, 0
-
-    monkeypatch.setattr(sys, "flags", Flags)
-    assert prelude.child_environment({"PYTHONPATH": "/some/folder"}) == {"PYTHONPATH": "/some/folder"}
-
-
-def test_the_begin_of_a_run_leaves_other_processes_alone() -> None:
-    usual = gc.get_threshold()
-    try:
-        gc.set_threshold(*RARE)
-        prelude.begin_run()
-        assert gc.get_threshold() == RARE
-    finally:
-        gc.set_threshold(*usual)

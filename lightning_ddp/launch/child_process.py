@@ -30,8 +30,6 @@ _PR_SET_PDEATHSIG = 1
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a child process in which garbage collection is rare during its imports."""
-    if sys.flags.ignore_environment or sys.flags.no_site:  # nor would the child look there
-        return dict(environment)
     path = [_PRELUDE, environment.get("PYTHONPATH")]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
