@@ -430,7 +430,6 @@ def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, faul
     ("fault", "catches", "kinds"),
     [
         ("exception", "ValueError", {"ValueError"}),
-        ("words", "RuntimeError", {"RuntimeError"}),
         ("late", "ValueError", {"ValueError", "PeerFailure"}),
     ],
 )

@@ -1,7 +1,8 @@
-"""Where the ranks of a run meet: an address, a file, a store of the user's, somebody else's backend."""
+"""Where the ranks of a run meet: an address, a file, a store, somebody else's backend; by which interface."""
 
 from __future__ import annotations
 
+import doctest
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from lightning_ddp import CustomDDPStrategy, comm
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.rendezvous import join_default_group, meet, meet_at_file
 
 CPU = torch.device("cpu")
@@ -144,3 +146,59 @@ def joined_by_the_strategy(rank, world_size, kind, place):
 def test_processes_of_another_launcher_meet_where_the_user_says(kind, tmp_path) -> None:
     place = str(tmp_path / "store") if kind == "store" else f"tcp://127.0.0.1:{free_port()}"
     assert run_ranks(joined_by_the_strategy, 2, kind, place, process_group=False) == [3.0, 3.0]
+
+
+# ---------------------------------------------------------------------- the network interface
+
+BOTH = "cpu:gloo,cuda:nccl"
+HOST = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("eth1", "10.1.0.7"), ("eth1", "fe80::7")]
+CONTAINERS = [HOST[0], ("cni0", "10.88.0.1"), *HOST[1:], ("docker0", "172.17.0.1")]
+INFINIBAND = [*HOST, ("ib0", "10.2.0.7")]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What `choose_interface` answers for these interfaces, of which one leads to the address."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def choose(found, route, address, backend):
+        monkeypatch.setattr(rendezvous, "interfaces", lambda: iter(found))
+        monkeypatch.setattr(rendezvous, "route_to", lambda _: (route, address))
+        return rendezvous.choose_interface(address, backend)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("found", "route", "backend", "expected"),
+    [
+        (HOST, "eth0", "gloo", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth0", "nccl", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth0", BOTH, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth0", "CUDA:NCCL", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth1", BOTH, {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}),
+        (CONTAINERS, "eth0", "nccl", {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0,eth1"}),
+        (CONTAINERS, "docker0", BOTH, {"GLOO_SOCKET_IFNAME": "docker0", "NCCL_SOCKET_IFNAME": "=docker0"}),
+        (INFINIBAND, "eth0", "nccl", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "lo", "gloo", {"GLOO_SOCKET_IFNAME": "lo"}),
+        (HOST, "lo", BOTH, {"GLOO_SOCKET_IFNAME": "lo"}),
+        (HOST, "lo", "nccl", {}),
+        (HOST, "eth0", "cpu:toy,cuda:toy", {}),
+        (HOST, "wlan0", BOTH, {}),
+    ],
+)
+def test_what_gloo_and_nccl_are_told(told, found, route, backend, expected):
+    address = dict(reversed(found)).get(route, "10.9.9.9")
+    assert told(found, route if (route, address) in found else None, address, backend) == expected
+
+
+def test_what_the_user_has_named_stays(told, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
+    assert told(CONTAINERS, "eth0", "10.0.0.7", BOTH) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert told(CONTAINERS, "eth0", "10.0.0.7", BOTH) == {}
+
+
+def test_the_examples_of_the_file_hold():
+    assert doctest.testmod(rendezvous) == (0, 4)

@@ -198,7 +198,6 @@ def test_a_rank_is_as_a_new_interpreter_but_for_a_list_of_differences(tmp_path) 
 
 
 ENDINGS = {
-    "returns": "print('words')",
     "exit code": "import sys; sys.exit(3)",
     "exception": "def f():\n    raise ValueError('no such column')\nf()",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
