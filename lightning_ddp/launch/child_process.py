@@ -62,10 +62,7 @@ def _forget_imports() -> None:
 
 
 def after_imports(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Exclude all objects of a spawned rank from garbage collection, then call `make` and return its result.
-
-    A file in the cycles of the Trainer, which comes later, is still closed at the end.
-    """
+    """Exclude the objects of a spawned rank from garbage collection, then call `make`; return its result."""
     gc.freeze()
     return make(*arguments)
 
@@ -157,11 +154,8 @@ def guarded_by() -> int:
 
 
 def outlive_parent() -> None:
-    """Let this process outlive its parent: it hears of the job's end by the control channel, and unwinds.
-
-    If it is stopped (SIGSTOP) at that moment, the kernel continues it.
-    """
-    _set_death_signal(signal.SIGCONT)
+    """Let this process outlive its parent: it hears of the job's end by the control channel, and unwinds."""
+    _set_death_signal(signal.SIGCONT)  # it may be stopped (SIGSTOP) at that moment
 
 
 def _set_death_signal(number: int) -> None:

@@ -128,10 +128,7 @@ class Children(LocalProcesses):
             self._guard = Guard(ends_launcher=self._is_rank)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a new process for a lost rank, and kill the old process if it still exists. Thread-safe.
-
-        If the process was started already, and has ended, that is reported once more.
-        """
+        """Start a new process for a lost rank, and kill the old process if it still exists. Thread-safe."""
         if self.remote is not None:
             self.remote.ask("start_again", place, number)
             return
@@ -139,7 +136,7 @@ class Children(LocalProcesses):
         if self.launch is None or slot is None or self.are_ending:
             return
         if number <= slot.number:
-            if slot.end is not None:
+            if slot.end is not None:  # was started already, and has ended: that is reported once more
                 self._on_end(slot.end)
             return
         slot.number, slot.end = number, None

@@ -43,10 +43,7 @@ class _Answer(threading.Event):
 
 
 class DesyncReporter:
-    """A rank's end of desync detection: reports what it does, and asks what others do.
-
-    `where` returns step and phase. Made in the main thread.
-    """
+    """A rank's end of desync detection; `where` returns step and phase. Made in the main thread."""
 
     def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
         self._interrupt = interrupt
@@ -79,11 +76,9 @@ class DesyncReporter:
         self._interrupt.supervisor = self
 
     def set_deadline(self, timeout: timedelta | None) -> None:
-        """Set the timeout after which a collective that waits for other ranks fails; None for no limit.
-
-        It ends a second before the backend's own, which breaks connections.
-        """
+        """Set the timeout after which a collective that waits for other ranks fails; None for no limit."""
         limit_s = float("inf") if timeout is None else timeout.total_seconds()
+        # before the backend's own, which breaks connections
         self.deadline_s = max(limit_s - 1.0, limit_s / 2)
 
     def compare_before_each(self, is_on: bool) -> None:
@@ -279,19 +274,13 @@ class DesyncReporter:
     # ------------------------------------------------------------------ messages between ranks
 
     def tell(self, rank: int, topic: str, value: Any) -> bool:
-        """Send a JSON value below 60 KiB to a rank; return False if there is no control channel.
-
-        Values of a rank arrive in order, and none after a failure.
-        """
+        """Send a JSON value below 60 KiB to a rank, in order; return False if there is no control channel."""
         if self._watch is not None:
             self._watch.post(protocol.SendValue(rank, topic, value))
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
-        """Register `listener(rank, value)` for values that ranks send with `topic`; None removes it.
-
-        It is called in the channel's thread.
-        """
+        """Call `listener(rank, value)` in the channel's thread for values with `topic`; None removes it."""
         if listener is None:
             self._listeners.pop(topic, None)
         else:

@@ -240,10 +240,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ runs
 
     def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a Trainer's function under supervision: until it returns, this process's exit is a failure.
-
-        Raises what the function raised, or `PeerFailure`, also if another rank fails at its end.
-        """
+        """Call a Trainer's function under supervision: until it returns, this process's exit is a failure."""
         self.interrupt.check()
         if trainer is not None:
             self.follow(trainer)
@@ -352,11 +349,7 @@ class FailureHandler:
         return passage
 
     def handle_stop_signals(self) -> None:
-        """Install a SIGTERM handler that stops all ranks at a step boundary, instead of this one at once.
-
-        It only reports a wish; the main thread reads the answer of the control server where a step begins.
-        Does nothing outside of the main thread.
-        """
+        """Install, in the main thread, handlers of signals that stop all ranks at a step boundary."""
         is_main = threading.current_thread() is threading.main_thread()
         if self.watch is not None and is_main and not self._handlers_before:
             preemption = self._settings.preemption
@@ -370,7 +363,7 @@ class FailureHandler:
                 signal.signal(number, previous or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Ask for a stop; between runs, or in a process that is no rank, call the script's own handler."""
+        """Ask for a stop where a step begins; between runs, or in a fork, call the handler before."""
         previous = self._handlers_before.get(number)
         is_between_runs = self._depth == 0 and self.inspector.num_runs > 0
         if self.is_inherited or (is_between_runs and not self.is_over and not self.has_left):
@@ -405,10 +398,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ a failure of this process
 
     def end(self, error: BaseException) -> PeerFailure | None:
-        """Report the exception that ended this rank's run, and abort its process groups.
-
-        Returns the failure of another rank that caused `error`, if any.
-        """
+        """Report what ended this run, and abort its groups; return another rank's failure behind it."""
         if self._state is _State.RUNNING:
             self._state = _State.ENDING
         failure = None
@@ -462,17 +452,14 @@ class FailureHandler:
         return first.to_error(record.rank).like()
 
     def _save_last(self, error: BaseException, *, is_own: bool) -> None:
-        """Save a checkpoint after a failure if this is the lowest rank but the one that failed first.
-
-        If `error` is this rank's own, a process that died meanwhile is no better reason.
-        """
+        """Save a checkpoint after a failure if this is the lowest rank but the one that failed first."""
         if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
             return
         with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
             first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0)
             if first is None or first.exception_type == "KeyboardInterrupt":
                 return
-            if is_own and first.exception_type is None:
+            if is_own and first.exception_type is None:  # a process that died meanwhile is no better reason
                 return
             path = self.save_last() if self.watch.identity.rank == int(first.rank == 0) else None
             if path is not None:

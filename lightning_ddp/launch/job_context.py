@@ -261,10 +261,7 @@ class JobContext:
 def waiting(
     environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
 ) -> Generator[None, None, None]:
-    """Return a context for waiting: after 5 s one process per node prints so; signals end the process.
-
-    `what` is called in a thread; `rank` is given where the environment does not know it yet.
-    """
+    """Return a context for waiting: one process per node says so after 5 s; signals end the process."""
     with ExitStack() as stack:
         if environment.local_rank() == 0:
             rank = environment.global_rank() if rank is None else rank
@@ -292,10 +289,7 @@ class Joining:
     """Store of the user that all ranks reach, instead."""
 
     def group(self) -> Any:
-        """Return the default process group; create it, by joining the job, if there is none.
-
-        Collective: all ranks must call it.
-        """
+        """Return the default process group; create it, by joining the job, if there is none. Collective."""
         context = self.context
         group = existing_group(1 if context.is_joining else self._world_size)
         if group is None:

@@ -73,11 +73,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Launcher that runs this program again in N-1 child processes; this process is local rank 0.
-
-    It starts none if `cluster_environment` creates processes externally. `timeout` limits how long another
-    node waits for the first one.
-    """
+    """Launcher that runs this program again in N-1 child processes; this process is local rank 0."""
 
     def __init__(
         self,
@@ -206,10 +202,7 @@ def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
 
 
 def child_command() -> ChildCommand:
-    """Return the command that runs this program again, with its arguments.
-
-    The child gets what Hydra has composed, and runs in the folder where the user started the program.
-    """
+    """Return the command that runs this program again, in the folder where the user started it."""
     elsewhere = jobs().program()
     program = Program(*elsewhere, []) if elsewhere else Program(*_program(), sys.argv[1:])
     handover = jobs().handover(end_job)
@@ -291,10 +284,7 @@ def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes
 
 
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
-    """Launcher that runs a function in N processes by spawn, fork or forkserver, and only waits itself.
-
-    `strategy` is the one whose processes they are; the other arguments are as for `ScriptLauncher`.
-    """
+    """Launcher that runs a function in N processes by spawn, fork or forkserver, and only waits itself."""
 
     def __init__(
         self,
@@ -326,10 +316,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Run `function` in all processes; return the result of rank 0, or of the lowest rank that is left.
-
-        Raises `PeerFailure` if a process raised or died, with its traceback where there is one.
-        """
+        """Run `function` in all processes; return the result of rank 0, or of the lowest rank left."""
         if self._made_by != "fork":
             check_missing_main_guard()
         if self._made_by != "spawn":

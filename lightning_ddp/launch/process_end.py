@@ -129,10 +129,7 @@ class EndLimit:
         return left_s
 
     def expect_progress(self, is_running: bool | None = None) -> None:
-        """Restart the timer that ends this process if it runs no Python code within `stall_timeout`.
-
-        Called with `is_running` where a run begins or ends, and whenever this process executes Python.
-        """
+        """Restart the timer that ends this process if it runs no Python code within `stall_timeout`."""
         stall_s = self.settings.stall_timeout_s
         with self._lock:
             self._is_running = self._is_running if is_running is None else is_running

@@ -133,10 +133,7 @@ class RecoveryClient:
         self._alarm.defer(is_deferred)
 
     def is_call(self, error: BaseException) -> bool:
-        """Return True if an exception is the consequence of a lost rank from which the job recovers.
-
-        Wait for the order that says so if necessary.
-        """
+        """Return True if an exception is due to a lost rank, after a wait for the order that says so."""
         if self._watch.failure is not None:
             return False
         cause = cause_of_error(error)
@@ -148,10 +145,8 @@ class RecoveryClient:
         return self._wait_for_call(self._called_within_s)
 
     def _wait_for_call(self, within_s: float) -> bool:
-        """Wait for the server's order to recover; return True if it came.
-
-        Time in which this process is stopped does not count, as it receives nothing then.
-        """
+        """Wait for the server's order to recover; return True if it came."""
+        # time in which this process is stopped does not count, as it receives nothing then
         for number in range(math.ceil(within_s / _LOOK_EVERY_S)):
             if self.state.is_called or self._watch.failure is not None:
                 break
@@ -221,9 +216,6 @@ class RecoveryClient:
         self.heard_at = time.monotonic()
 
     def settle(self) -> None:
-        """Report that this process has its generation's state; enable interruptions, deferred at first.
-
-        Raises `PeerFailure` if another rank is lost already.
-        """
+        """Report that this process has its generation's state; enable interruptions, deferred at first."""
         self._watch.update(RankState.settle)
         self._alarm.arm(is_deferred=True)

@@ -63,10 +63,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def open_store(address: str, port: int | None, named_by: str = "MASTER_PORT") -> Any:
-    """Open and return a TCPStore that listens in this process, at `port` or any free one.
-
-    Raises `RendezvousError`, which says where the user named the port, if it cannot.
-    """
+    """Open a TCPStore that listens here, at `port` or any free one; raise `RendezvousError` if it cannot."""
     name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
     require_resolvable(address, name)
     if not is_own_address(address):
@@ -108,10 +105,7 @@ class Rendezvous:
         node_rank: int,
         open_store: Callable[[str, int | None, str], Any] = open_store,
     ) -> dict[str, str]:
-        """Open the run's store on the first node; return MASTER_ADDR and MASTER_PORT for it.
-
-        Its address is that of `environment`, or of a `tcp://` URL. `open_store` opens it, here or elsewhere.
-        """
+        """Open the run's store on the first node, by `open_store`; return MASTER_ADDR and MASTER_PORT."""
         named = tcp_address(init_method)
         address, port = named or (environment.main_address, _port_of(environment))
         missing = "MASTER_PORT" if port is None else None
@@ -209,10 +203,7 @@ def _meet_by_environment(environment: ClusterEnvironment, timeout: timedelta | N
 def join_default_group(
     backend: str, store: Any, *, rank: int, world_size: int, timeout: timedelta | None, device: torch.device
 ) -> Any:
-    """Create and return the default process group, NCCL bound to `device`; reject unknown backends.
-
-    Collective: all ranks must call it.
-    """
+    """Create and return the default process group, NCCL bound to `device`. Collective."""
     require_backend(backend)
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
@@ -346,10 +337,7 @@ def tcp_address(init_method: str | None) -> tuple[str, int] | None:
 
 
 def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    """Meet the other ranks at a URL (`env://`, `tcp://`, `file://` ...), and return the store there.
-
-    Collective: all ranks must call it.
-    """
+    """Meet the other ranks at a URL (`env://`, `tcp://`, `file://` ...); return the store. Collective."""
     if init_method.startswith("file://"):
         return meet_at_file(Path(urlparse(init_method).path), rank, world_size, timeout)
     place, named_by = init_method, "init_method"
@@ -529,10 +517,7 @@ def is_own_address(address: str) -> bool:
 
 
 def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
-    """Wait until the first node's name, which a cluster may publish late, can be resolved.
-
-    Raises `RendezvousError`, which says where the user named it, if it cannot within 30 s.
-    """
+    """Wait up to 30 s until the first node's name, which a cluster may publish late, can be resolved."""
     deadline = time.monotonic() + _RESOLVED_WITHIN_S
     is_said = False
     while True:

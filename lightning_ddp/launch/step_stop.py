@@ -50,10 +50,7 @@ class StepStop:
         at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
 
     def check(self) -> bool:
-        """Pass a step boundary, as all ranks do; return True if they stop here for others that join or leave.
-
-        Raises `SIGTERMException` if all ranks stop here for a signal.
-        """
+        """Pass a step boundary, as all ranks do; return True if they stop for others, raise for a signal."""
         ours = self._context.control
         if self._trainer is None or (passage := ours.reached_step_boundary()) is Passage.GO:
             return False

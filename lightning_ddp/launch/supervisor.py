@@ -164,10 +164,7 @@ def _answer(link: socket.socket, host: JobHost) -> None:
 
 
 class JobHost(LocalProcesses):
-    """Holder of a node's store, control server and other ranks, which its rank 0, `first`, requests.
-
-    What rank 0 asks for is called in the thread that serves it.
-    """
+    """Holder of a node's store, control server and other ranks, for its rank 0, `first`."""
 
     def __init__(self, zygote: Zygote, first: Fork, link: socket.socket) -> None:
         self._zygote, self._first, self._link = zygote, first, link

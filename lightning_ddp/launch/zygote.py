@@ -174,14 +174,11 @@ class Zygote:
 
 
 class Fork:
-    """A rank forked by the zygote, with the methods of `subprocess.Popen` that a launcher needs.
-
-    `told` is the socket on which the zygote sends its exit code.
-    """
+    """A rank forked by the zygote, with the methods of `subprocess.Popen` that a launcher needs."""
 
     def __init__(self, pid: int, told: socket.socket) -> None:
         self.pid = pid
-        self._told = told
+        self._told = told  # on which the zygote sends its exit code
         self.returncode: int | None = None
         """Exit code; None until `wait` has returned."""
 
