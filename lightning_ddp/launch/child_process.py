@@ -86,8 +86,7 @@ _launcher: int | None = None
 """Process that launched this one, if a launcher of this package did.
 
 Global, as the next: known when the package is imported, or the process forked, long before there is a job."""
-_parent: int | None = None
-"""The same process, or the zygote of a supervisor."""
+_parent: int | None = None  # the same process, or the zygote of a supervisor
 
 
 def adopt_from_environment() -> None:

@@ -81,17 +81,14 @@ class Children(LocalProcesses):
     ) -> None:
         self.remote: SupervisorLink | None = None
         """Starts and ends the others of its node instead, in rank 0 under `run`."""
-        self.launch: Launch | None = None
-        """Ranks of this node, if this process starts them."""
-        self.are_ending = False
-        """True once no other process is started in the place of a lost one."""
+        self.launch: Launch | None = None  # ranks of this node, if this process starts them
+        self.are_ending = False  # True once no other process is started in the place of a lost one
         self._on_end = on_end
         self._has_met = has_met
         self._starter, self._is_rank = starter or _start_python, starter is None
         self._slots: dict[int, _Slot] = {}
         self._started: list[_Child] = []
-        self._alive: list[_Child] = []
-        """Children that have not ended, or whose end is not reported yet."""
+        self._alive: list[_Child] = []  # children that have not ended, or whose end is not reported yet
         self._changed = threading.Condition()
         self._is_stopping = False
         self._first: FailureRecord | None = None

@@ -52,14 +52,11 @@ class DesyncReporter:
         self._watch: ControlClient | None = None
         self._answers: dict[tuple[str | None, int], _Answer] = {}
         self._listeners: dict[str, Callable[[int, Any], None]] = {}
-        self.deadline_s = float("inf")
-        """Age in seconds at which an awaited collective counts as failed."""
-        self.is_comparing = False
-        """True if each collective is compared between the ranks before it starts."""
+        self.deadline_s = float("inf")  # age in seconds at which an awaited collective counts as failed
+        self.is_comparing = False  # True if each collective is compared between the ranks before it starts
         self.state_values: Callable[[int], protocol.StateValues] | None = None
         """Function that answers what of this rank's state was hashed at a number."""
-        self.num_runs = 0
-        """Number of runs (fits, tests ...) that have begun."""
+        self.num_runs = 0  # number of runs (fits, tests ...) that have begun
         self._is_active = False
         self._run_name = "its run"
         self._left_at = time.monotonic()

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.errors import ConfigurationError
 
-_DEFAULT_PORT = "29500"
-"""Port of the store where an engine gives an address only; torchrun's default too."""
+_DEFAULT_PORT = "29500"  # port of the store where an engine gives an address only; torchrun's default too
 _NODES_VARIABLE = "LIGHTNING_DDP_NODES"
 """Number of nodes, and the variable that said it where that was removed; for processes started from here."""
 _OF_SLURM = "SLURM_NNODES"

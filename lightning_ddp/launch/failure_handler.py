@@ -78,15 +78,13 @@ class FailureHandler:
         self.alarm = InterruptGuard()
         self.server: ControlServer | None = None
         self.watch: ControlClient | None = None
-        self.calls: RecoveryClient | None = None
-        """None if a failure ends the job."""
+        self.calls: RecoveryClient | None = None  # None if a failure ends the job
         self.inspector = DesyncReporter(self.interrupt, self._position)
         self.save_last: Callable[[], str | None] | None = None
         """Function that saves a checkpoint where a failure ends a fit, and returns its path."""
         self._pid = os.getpid()
         self._state = _State.IDLE
-        self._depth = 0
-        """Number of runs within each other."""
+        self._depth = 0  # number of runs within each other
         self._children = children
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()

@@ -75,15 +75,11 @@ class JobContext:
         self.rendezvous: Rendezvous = Rendezvous()
         if before is not None and not before.is_inherited:
             self.rendezvous = before.rendezvous
-        self.store: Any = None
-        """Store from which this process made its process group."""
+        self.store: Any = None  # store from which this process made its process group
         self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
-        self._goes_on = False
-        """True if the job continues without ranks that it loses."""
-        self.control: FailureHandler = FailureHandler(self.children)
-        """Supervision of the present generation."""
-        self.num_failed = 0
-        """Number of generations that failed with an exception which the script caught."""
+        self._goes_on = False  # True if the job continues without ranks that it loses
+        self.control: FailureHandler = FailureHandler(self.children)  # supervision of the present generation
+        self.num_failed = 0  # number of generations that failed with an exception which the script caught
         self._start = int(os.environ.pop(JOIN_VARIABLE, "0")) if before is None else 0
         """Number of this start among those that were requested for the slot."""
         self.is_joining = self._start > 0

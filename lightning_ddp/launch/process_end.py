@@ -24,10 +24,8 @@ from lightning_ddp.supervise.stall_watch import REPORTS_A_TIMEOUT
 LONG_S = 5.0
 _IGNORED_WITHIN_S = 60.0
 _POLL_S = 0.02
-_LATER_S = 1.0
-"""Seconds after the others at which a launching process kills those that it has started."""
-_LAST_WORDS_S = 15.0
-"""Seconds that a launching process may take to end its children and to report."""
+_LATER_S = 1.0  # seconds after the others at which a launching process kills those that it has started
+_LAST_WORDS_S = 15.0  # seconds that a launching process may take to end its children and to report
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _WIDTH = 100
 _BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"

@@ -34,14 +34,12 @@ from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.root_cause import EXIT_WAIT_S
 
 _LOOK_EVERY_S = 0.05
-_ASK_EVERY = 10
-"""Number of looks after which the state is reported once more."""
+_ASK_EVERY = 10  # number of looks after which the state is reported once more
 _EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
 """Seconds that a rank which cannot connect to others waits for the loss that explains it."""
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
 _COMMUNICATE = tuple(os.path.dirname(str(room.__file__)) + os.sep for room in (comm, shm, encoding, dist))
-_RUNS_JOBS = side_stream.__file__
-"""File of a room that communicates which runs the user's code as well."""
+_RUNS_JOBS = side_stream.__file__  # file of a room that communicates which runs the user's code as well
 
 
 class Cause(Enum):
@@ -103,12 +101,10 @@ class RecoveryClient:
         self.state = watch.state
         self.may_leave = False
         """True while a step boundary is to come at which this process may leave the others."""
-        self.has_left = False
-        """True if this process has left on request: it exits with code 0."""
+        self.has_left = False  # True if this process has left on request: it exits with code 0
         self.heard_at = 0.0
         """Time of the first order to recover since this process had the state of a generation."""
-        self._timed_in = -1
-        """The generation of `heard_at`."""
+        self._timed_in = -1  # the generation of `heard_at`
         self.error: PeerFailure | None = None
         """Error that stopped the main thread last, until it enters another generation."""
         self._watch, self._called_within_s = watch, called_within_s

@@ -49,8 +49,7 @@ rank 0 draws one and publishes it in the store, where it is as readable as that 
 JOIN_VARIABLE = "LIGHTNING_DDP_JOIN"
 """Environment variable of a process that replaces a lost one: the number of its start."""
 
-_RUN_KEY = "lightning_ddp/run"
-"""Key of the number of the present run."""
+_RUN_KEY = "lightning_ddp/run"  # key of the number of the present run
 _MET_KEY = "lightning_ddp/has_met"
 """Key that is set once all ranks of a run, which may continue without some, have connected."""
 _PROBE_S = 2.0
@@ -92,8 +91,7 @@ class Rendezvous:
 
         Not in the environment of this process, which the user's script hands to other programs."""
         self._hosted: Any = None
-        self._is_named = False
-        """True if the user named the port of the hosted store."""
+        self._is_named = False  # True if the user named the port of the hosted store
         self._num_runs = 0
 
     def host(

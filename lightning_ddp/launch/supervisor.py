@@ -56,14 +56,11 @@ _PASSED_ON = {
     *(signal.SIGALRM, signal.SIGCONT, signal.SIGXCPU),
 }
 _BLOCKED = {*_PASSED_ON, signal.SIGCHLD, signal.SIGIO}
-_BY_KERNEL = 0x80
-"""The `si_code` of a signal that the terminal sends to its whole process group."""
+_BY_KERNEL = 0x80  # the `si_code` of a signal that the terminal sends to its whole process group
 _LOOK_EVERY_S = 0.05
-_EXIT_GRACE_S = 60.0
-"""How long the other ranks may take to end after rank 0."""
+_EXIT_GRACE_S = 60.0  # how long the other ranks may take to end after rank 0
 _LATER_S = 2.0
-_CANNOT_BEGIN = 127
-"""Exit code of a process that ended before its program began."""
+_CANNOT_BEGIN = 127  # exit code of a process that ended before its program began
 
 
 def supervise(program: Program) -> NoReturn:

@@ -57,8 +57,7 @@ _SET_BY_IMPORTS = {
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"),
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # by scikit-learn, against defects of OpenMP
 }
-_PUSHED = 0
-"""Number of an answer that nobody asked for: the end of a child."""
+_PUSHED = 0  # number of an answer that nobody asked for: the end of a child
 
 
 # ---------------------------------------------------------------------- what is started
@@ -179,8 +178,7 @@ class Fork:
     def __init__(self, pid: int, told: socket.socket) -> None:
         self.pid = pid
         self._told = told  # on which the zygote sends its exit code
-        self.returncode: int | None = None
-        """Exit code; None until `wait` has returned."""
+        self.returncode: int | None = None  # exit code; None until `wait` has returned
 
     def wait(self) -> int:
         """Wait until this process has ended; return its exit code. Called once."""
