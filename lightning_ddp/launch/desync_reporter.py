@@ -34,6 +34,15 @@ _MOST_LANES = 6
 _ASK_WAIT_S = ANSWER_WAIT_S + 2.0
 _OF_OTHERS = ("/torch/", "/lightning_ddp/", "/pytorch_lightning/", "/lightning/", "/lib/python")
 _MOST_FRAMES = 200
+_CALLED_OTHERS = (
+    "the ranks have called different collectives.\n{found}\nAll ranks have to call the same ones in the same"
+    " order: look for self.log(..., sync_dist=True), a barrier or an all_gather that only some of them reach."
+    ' CustomDDPStrategy(debug="detail") names the first difference before any data moves.'
+)
+_WOULD_CALL_OTHERS = (
+    "the ranks are about to call different collectives; none of them was started.\n{found}\nAll ranks have to"
+    " call the same collectives, in the same order, on tensors of the same shapes and dtypes."
+)
 
 
 class _Answer(threading.Event):
@@ -191,12 +200,12 @@ class DesyncReporter:
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
         found = self._ask(entry)
-        return self._called_others(entry, found) if found.is_contradiction else None
+        return self._mismatch(entry, found, _CALLED_OTHERS) if found.is_contradiction else None
 
     def mismatch(self) -> CollectiveMismatchError:
         """Return the error to raise as gloo found that ranks call different collectives. Thread-safe."""
         entry = self._interrupt.activity.entry() or self._interrupt.activity.last_started()
-        return self._called_others(entry, self._ask(entry))
+        return self._mismatch(entry, self._ask(entry), _CALLED_OTHERS)
 
     def compare(self, entry: Entry) -> None:
         """Announce a collective, and wait until all ranks of its group are about to start the same one."""
@@ -214,13 +223,7 @@ class DesyncReporter:
         finally:
             self._answers.pop((lane.name, entry.number), None)
         if answer.findings is not None:
-            raise self._mismatch(
-                entry,
-                answer.findings,
-                "the ranks are about to call different collectives; none of them was started",
-                "All ranks have to call the same collectives, in the same order, on tensors of the same"
-                " shapes and dtypes.",
-            )
+            raise self._mismatch(entry, answer.findings, _WOULD_CALL_OTHERS)
 
     def _ask(self, entry: Entry | None) -> protocol.Findings:
         """Ask the server where ranks disagree about a collective, and return its findings or own ones."""
@@ -247,21 +250,9 @@ class DesyncReporter:
         sentence = f"the control channel has not answered within {_ASK_WAIT_S:g} s{where}"
         return protocol.Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
 
-    def _called_others(self, entry: Entry | None, found: protocol.Findings) -> CollectiveMismatchError:
-        return self._mismatch(
-            entry,
-            found,
-            "the ranks have called different collectives",
-            "All ranks have to call the same ones in the same order: look for self.log(..., sync_dist=True),"
-            ' a barrier or an all_gather that only some of them reach. CustomDDPStrategy(debug="detail")'
-            " names the first difference before any data moves.",
-        )
-
-    def _mismatch(
-        self, entry: Entry | None, found: protocol.Findings, what: str, advice: str
-    ) -> CollectiveMismatchError:
+    def _mismatch(self, entry: Entry | None, found: protocol.Findings, text: str) -> CollectiveMismatchError:
         return CollectiveMismatchError(
-            f"rank {self._rank}: {what}.\n{_in_words(found)}\n{advice}",
+            f"rank {self._rank}: {text.format(found=_in_words(found))}",
             label=entry.name() if entry is not None else "collective",
             rank=self._rank,
             waited_s=time.monotonic() - entry.since if entry is not None else 0.0,

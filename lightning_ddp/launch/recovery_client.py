@@ -133,7 +133,8 @@ class RecoveryClient:
         if self._watch.failure is not None:
             return False
         cause = cause_of_error(error)
-        if cause is not Cause.LOST_CONNECTION:  # or to the store, if aborted: BACKEND, in many words
+        # BACKEND: also connections to the store that were aborted, in many words
+        if cause is not Cause.LOST_CONNECTION:
             return cause is not Cause.OWN and self.state.is_called
         if self.state.is_entering:
             self._wait_for_call(_EXPLAINED_WITHIN_S)  # then it reports that, and all meet anew
