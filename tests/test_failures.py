@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from lightning_ddp.supervise.message_bytes import pack
 from lightning_ddp.supervise.protocol import Failed, Hello
 
 SCRIPT = Path(user_script.__file__)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
 MOMENTS = ("sanity", "forward", "backward", "optimizer", "validation", "checkpoint", "loader", "teardown")
 LAUNCHERS: dict[str, tuple[str, ...]] = {"python": (), "run": RUN}
@@ -195,7 +197,7 @@ def test_gloo_does_not_end_a_process_that_unwinds_from_a_failure() -> None:
     [
         ("custom_ddp_fork", "exception"),
         ("custom_ddp_spawn", "exit"),
-        pytest.param("custom_ddp_spawn", "kill", marks=pytest.mark.slow),
+        slow("custom_ddp_spawn", "kill"),
     ],
 )
 def test_a_worker_process_that_dies_ends_the_run_with_its_rank(tmp_path, strategy, fault) -> None:
@@ -227,22 +229,19 @@ def test_no_rank_has_left_fit_when_another_fails_in_its_last_hook(tmp_path, stra
     assert "ValueError: expected 3 channels, got 1" in report
 
 
-STUCK = {  # launcher or start method, what is stuck, fault, victim, the rank that is stuck, world size
-    ("popen", "lock", "exception", 1, 2, 3): "first",
-    ("popen", "expression", "exception", 1, 0, 2): "first",
-    ("spawn", "thread", "exception", 1, 1, 2): "first",
-    ("popen", "lock", "exception", 0, 1, 2): "slow",
-    ("popen", "thread", "exception", 0, 0, 2): "slow",
-    ("spawn", "expression", "exception", 1, 0, 2): "slow",
-    ("run", "expression", "exception", 1, 0, 2): "slow",
-    ("run", "expression", "exception", 0, 1, 2): "slow",
-    ("run", "expression", "kill", 0, 1, 2): "slow",
-}
-
-
 @pytest.mark.parametrize(
     ("start", "stuck", "fault", "victim", "stuck_rank", "world_size"),
-    [pytest.param(*cell, marks=() if tier == "first" else pytest.mark.slow) for cell, tier in STUCK.items()],
+    [
+        ("popen", "lock", "exception", 1, 2, 3),
+        ("popen", "expression", "exception", 1, 0, 2),
+        ("spawn", "thread", "exception", 1, 1, 2),
+        slow("popen", "lock", "exception", 0, 1, 2),
+        slow("popen", "thread", "exception", 0, 0, 2),
+        slow("spawn", "expression", "exception", 1, 0, 2),
+        slow("run", "expression", "exception", 1, 0, 2),
+        slow("run", "expression", "exception", 0, 1, 2),
+        slow("run", "expression", "kill", 0, 1, 2),
+    ],
 )
 def test_a_process_that_never_ends_is_ended(
     tmp_path, start, stuck, fault, victim, stuck_rank, world_size
@@ -267,10 +266,7 @@ def test_a_process_that_never_ends_is_ended(
         assert fault == "kill" or report.rstrip().endswith("ValueError: expected 3 channels, got 1")
 
 
-@pytest.mark.parametrize(
-    ("fault", "fresh"),
-    [("exception", True), ("kill", False), pytest.param("long", False, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("fault", "fresh"), [("exception", True), ("kill", False), slow("long", False)])
 def test_torchrun_reports_the_rank_that_failed_first(fault, fresh, tmp_path) -> None:
     """It sends no signal: each rank raises."""
     arguments = order(tmp_path, fault=fault, rank=1)
@@ -298,15 +294,10 @@ RAISES_EARLY = "ValueError: expected 3 channels, got 1"
         ("early", "custom_ddp", 1, ()),
         ("early", "custom_ddp_spawn", ALL, ()),
         ("early exception", "custom_ddp_spawn", 1, ()),
-        *(
-            pytest.param(*cell, marks=pytest.mark.slow)
-            for cell in (
-                ("early", "custom_ddp", 0, RUN),
-                ("early", "custom_ddp", 1, RUN),
-                ("early", "custom_ddp_spawn", 1, ()),
-                ("early exception", {"start_method": "forkserver"}, 1, ()),
-            )
-        ),
+        slow("early", "custom_ddp", 0, RUN),
+        slow("early", "custom_ddp", 1, RUN),
+        slow("early", "custom_ddp_spawn", 1, ()),
+        slow("early exception", {"start_method": "forkserver"}, 1, ()),
     ],
 )
 def test_a_rank_that_ends_before_it_has_joined_ends_the_run(
@@ -326,8 +317,8 @@ def test_a_rank_that_ends_before_it_has_joined_ends_the_run(
         ("fork", "custom_ddp", 0),
         ("fork", "custom_ddp_spawn", 1),
         ("fork and leave", "custom_ddp", 0),
-        pytest.param("process and leave", "custom_ddp", 1, marks=pytest.mark.slow),
-        pytest.param("process and leave", "custom_ddp_spawn", 1, marks=pytest.mark.slow),
+        slow("process and leave", "custom_ddp", 1),
+        slow("process and leave", "custom_ddp_spawn", 1),
     ],
 )
 def test_a_process_that_user_code_forks_fails_alone_and_may_leave_by_sys_exit(
@@ -405,8 +396,8 @@ def test_the_environment_switches_reconciliation_off(tmp_path, launcher) -> None
     [
         ("long", 1, "custom_ddp"),
         ("untellable", 1, "custom_ddp"),
-        pytest.param("untellable", 0, "custom_ddp", marks=pytest.mark.slow),
-        pytest.param("untellable", 1, "custom_ddp_spawn", marks=pytest.mark.slow),
+        slow("untellable", 0, "custom_ddp"),
+        slow("untellable", 1, "custom_ddp_spawn"),
     ],
 )
 def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, fault, victim, strategy) -> None:
@@ -425,13 +416,7 @@ def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, faul
 
 
 @pytest.mark.parametrize(
-    ("fault", "launcher"),
-    [
-        ("exception", ()),
-        ("late", ()),
-        pytest.param("late", TORCHRUN, marks=pytest.mark.slow),
-        pytest.param("exception", RUN, marks=pytest.mark.slow),
-    ],
+    ("fault", "launcher"), [("exception", ()), ("late", ()), slow("late", TORCHRUN), slow("exception", RUN)]
 )
 def test_what_all_ranks_raise_is_caught_as_what_it_is_and_the_script_fits_again(
     tmp_path, fault, launcher
@@ -499,7 +484,7 @@ def test_what_a_module_that_communicates_raises_may_be_an_echo(module, is_of_bac
     [
         ("custom_ddp_notebook", "exception", 0, "ValueError"),
         ("custom_ddp_notebook", "kill", 1, "PeerFailure"),
-        pytest.param("custom_ddp_spawn", "kill", 1, "PeerFailure", marks=pytest.mark.slow),
+        slow("custom_ddp_spawn", "kill", 1, "PeerFailure"),
     ],
 )
 def test_worker_processes_fail_with_the_users_exceptions(tmp_path, strategy, fault, victim, catches) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ DEADLINE_S = 180.0
 LONGEST_END_S = 60.0
 """Where a rank is to end at once; after `failure_grace_s` it would in any case."""
 SCRIPT = Path(user_script.__file__)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def train(folder: Path, *args: str, **more: Any) -> ScriptResult:
@@ -146,7 +148,7 @@ def test_a_named_port_in_use_is_an_error_that_names_it(monkeypatch) -> None:
         ("custom_ddp", (), False),
         ("custom_ddp_spawn", (), False),
         ("custom_ddp", RUN, False),
-        pytest.param("custom_ddp", RUN, True, marks=pytest.mark.slow),
+        slow("custom_ddp", RUN, True),
     ],
 )
 def test_processes_vanish_with_a_launcher_that_is_killed(strategy, launcher, are_stopped, tmp_path) -> None:
@@ -196,11 +198,7 @@ def test_processes_that_cannot_hear_of_their_launchers_death_end_all_the_same(tm
 
 @pytest.mark.parametrize(
     ("node_rank", "rank", "number"),
-    [
-        (0, 0, signal.SIGTERM),
-        (1, 2, signal.SIGINT),
-        pytest.param(0, 1, signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [(0, 0, signal.SIGTERM), (1, 2, signal.SIGINT), slow(0, 1, signal.SIGTERM)],
 )
 def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, number, tmp_path) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": str(node_rank)}
@@ -276,7 +274,7 @@ print("ended well", flush=True)
 """
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["own", "run"])
+@pytest.mark.parametrize("launcher", [(), slow(RUN)], ids=["own", "run"])
 def test_between_two_runs_nothing_holds_the_process_and_sigterm_is_the_scripts_own(launcher) -> None:
     arguments = ["1", "SIGTERM", "handle"]
     result = run_script(BETWEEN_RUNS, arguments, timeout_s=DEADLINE_S, launcher=launcher).check()
@@ -291,14 +289,9 @@ def test_between_two_runs_nothing_holds_the_process_and_sigterm_is_the_scripts_o
         (0, "raise", "slow", "ValueError: no such column: 'age'"),
         (1, "SIGKILL", "end", "the process was killed by SIGKILL"),
         (1, "SIGKILL", "wait", "the process was killed by SIGKILL"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (0, "SIGKILL", "wait", GONE),
-                (0, "leave", "more", GONE),
-                (1, "leave", "more", "the process exited with code 3"),
-            )
-        ),
+        slow(0, "SIGKILL", "wait", GONE),
+        slow(0, "leave", "more", GONE),
+        slow(1, "leave", "more", "the process exited with code 3"),
     ],
 )
 def test_who_fails_between_two_runs_is_named(victim, how, then, words) -> None:
@@ -411,7 +404,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+@pytest.mark.parametrize("start_method", [slow("spawn"), "fork"])
 def test_a_single_process_may_end_well_before_its_results_are_taken(start_method) -> None:
     result = run_script(ALONE, [start_method], timeout_s=DEADLINE_S).check()
     assert result.stdout.endswith("fitted\n"), result.stderr
@@ -766,9 +759,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    "strategy", ["custom_ddp_notebook", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("strategy", ["custom_ddp_notebook", slow("custom_ddp_spawn")])
 def test_nothing_of_a_fit_stays_in_a_process_that_only_waits_for_the_ranks(strategy) -> None:
     env = {"PYTHONPATH": str(Path(user_script.__file__).parent)}
     result = run_script(STATES, [strategy], env, timeout_s=DEADLINE_S).check()
