@@ -13,8 +13,6 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -33,7 +31,7 @@ from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
-from lightning_ddp.launch.process_end import ended_by_signals, exit_now, show_report, tell_long_wait
+from lightning_ddp.launch.process_end import exit_now, show_report, waiting
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
@@ -251,19 +249,6 @@ class JobContext:
 
 
 # ---------------------------------------------------------------------- joining
-
-
-@contextmanager
-def waiting(
-    environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
-) -> Generator[None, None, None]:
-    """Return a context for waiting: one process per node says so after 5 s; signals end the process."""
-    with ExitStack() as stack:
-        if environment.local_rank() == 0:
-            rank = environment.global_rank() if rank is None else rank
-            stack.enter_context(tell_long_wait(rank, what))
-        stack.enter_context(ended_by_signals())
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)

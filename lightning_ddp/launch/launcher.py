@@ -52,7 +52,8 @@ from lightning_ddp.hydra_jobs.jobs import jobs, restore
 from lightning_ddp.launch.child_process import after_imports, begin_run, die_with_parent, forked_by_zygote
 from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
-from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context, waiting
+from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context
+from lightning_ddp.launch.process_end import waiting
 from lightning_ddp.launch.rendezvous import open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.launch.zygote import ChildCommand, Launch, Program, supervisor_link

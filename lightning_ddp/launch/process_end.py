@@ -13,9 +13,10 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TextIO
 
+from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.settings import SupervisionSettings
@@ -52,24 +53,25 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
 
 
 @contextmanager
-def ended_by_signals() -> Generator[None, None, None]:
-    """Let SIGTERM and Ctrl-C end this process at once in this context, also in C++.
+def waiting(
+    environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
+) -> Generator[None, None, None]:
+    """Return a context for waiting: one process per node says so after 5 s; signals end the process.
 
-    Does nothing outside of the main thread. Signals that are ignored, and a handler of the script for Ctrl-C,
-    stay as they are.
+    SIGTERM and Ctrl-C end it at once, also in C++, unless it is not the main thread that waits. Signals that
+    are ignored, and a handler of the script for Ctrl-C, stay as they are.
     """
-    replaced = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before = signal.getsignal(number)
-            is_scripts = number == signal.SIGINT and before is not signal.default_int_handler
-            if before not in (None, signal.SIG_IGN) and not is_scripts:
-                replaced[number] = signal.signal(number, signal.SIG_DFL)
-    try:
+    with ExitStack() as stack:
+        if environment.local_rank() == 0:
+            rank = environment.global_rank() if rank is None else rank  # which it may not know yet
+            stack.enter_context(tell_long_wait(rank, what))
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before = signal.getsignal(number)
+                is_scripts = number == signal.SIGINT and before is not signal.default_int_handler
+                if before not in (None, signal.SIG_IGN) and not is_scripts:
+                    stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
         yield
-    finally:
-        for number, before in replaced.items():
-            signal.signal(number, before)
 
 
 def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:
