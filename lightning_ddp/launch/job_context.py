@@ -326,7 +326,12 @@ class Joining:
         context, settings, rank = self.context, self.settings, self._rank
         identity = Identity(rank=rank, node_rank=self.environment.node_rank())
         if context.is_joining:
-            self._connect_late(store, identity)
+            try:
+                context.connect(store, identity, settings, _LONGEST_WAIT_S)
+            except RendezvousError as error:
+                if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
+                    context.control.leave_late()  # the server was on this host, and was closed at the end
+                raise
             return
         # a launcher counts on a lone rank too
         if is_enabled() and (self._world_size > 1 or launcher_pid() is not None):
@@ -349,15 +354,6 @@ class Joining:
                 context.connect(store, identity, settings, timeout_s)
             if rank == 0 and self._has_launcher and settings.recovery is not None:
                 note_met(store)
-
-    def _connect_late(self, store: Any, identity: Identity) -> None:
-        """Connect a replacement of a lost rank to the control server; exit with 0 if the job has ended."""
-        try:
-            self.context.connect(store, identity, self.settings, _LONGEST_WAIT_S)
-        except RendezvousError as error:
-            if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
-                self.context.control.leave_late()  # the server was on this host, and was closed at the end
-            raise
 
     def _make_group(self) -> Any:
         """Create the default process group; in a replacement of a lost rank, of this process alone."""
