@@ -14,7 +14,7 @@ import time
 import types
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, TextIO
+from typing import TextIO
 
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
@@ -148,16 +148,8 @@ class EndLimit:
 
 
 def _end_after(limit_s: float) -> None:
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=_standard_error())
-
-
-def _standard_error() -> Any:
-    """Return standard error as a stream, or its descriptor, to which C code can write."""
-    for stream in (sys.stderr, sys.__stderr__):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.fileno()  # type: ignore[union-attr]
-            return stream
-    return 2
+    standard_error = 2  # C code writes to it: a notebook's stream has no descriptor
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=standard_error)
 
 
 def exit_now(code: int) -> None:
