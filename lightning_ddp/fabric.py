@@ -87,8 +87,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         pass_for_fabrics(self.launcher)
 
     def _setup_distributed(self) -> None:
-        from lightning_ddp.launch.job_context import job_context
-        from lightning_ddp.launch.script_run import ScriptRun
+        from lightning_ddp.launch.job_context import ScriptRun, job_context
 
         self._set_world_ranks()
         context = job_context()

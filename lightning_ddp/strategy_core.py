@@ -29,8 +29,7 @@ from lightning_ddp.supervise.settings import (
 if TYPE_CHECKING:
     from lightning_ddp.ddp.module import BucketedDDP
     from lightning_ddp.launch.job_context import JobContext
-    from lightning_ddp.launch.launcher import ScriptLauncher
-    from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
+    from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
     from lightning_ddp.replica_check import Replica, ReplicaCheck
 
 T = TypeVar("T")
@@ -173,11 +172,11 @@ class StrategyCore:
         environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
 
     def _configure_launcher(self) -> None:
+        from lightning_ddp.launch.launcher import MultiprocessLauncher, ScriptLauncher
+
         self._settle_nodes()
         launcher: ScriptLauncher | MultiprocessLauncher
         if self._runs_script:
-            from lightning_ddp.launch.launcher import ScriptLauncher
-
             launcher = bind_like(self, ScriptLauncher)(
                 self.cluster_environment,
                 self.num_processes,
@@ -187,8 +186,6 @@ class StrategyCore:
                 self._group_timeout,
             )
         else:
-            from lightning_ddp.launch.multiprocess_launcher import MultiprocessLauncher
-
             launcher = bind_like(self, MultiprocessLauncher)(
                 self, self._chosen_start_method, self._supervision, self._init_method
             )

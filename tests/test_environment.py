@@ -20,6 +20,8 @@ TRAIN_JOB = {
     "PET_MASTER_PORT": "29500",
     "JOB_COMPLETION_INDEX": "1",
 }
+AUTO = {**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"}
+STARTED = {**TRAIN_JOB, "LOCAL_RANK": "1", "WORLD_SIZE": "4", "NODE_RANK": "1"}
 PYTORCH_JOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "2", "RANK": "1"}
 PROCESSES_OF_PODS = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "16"}
 """Of a PyTorchJob with `nprocPerNode: "8"`."""
@@ -30,6 +32,7 @@ SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
 }
+BY_HEAD = {**SKYPILOT, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "0"}
 SLURM_TASK = {**HAND, "LIGHTNING_DDP_NODES": "2 SLURM_NNODES"}
 """As `run` leaves it."""
@@ -66,13 +69,7 @@ def set_env(monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.param({}, {}, (1, 1), None, id="nothing"),
         pytest.param(HAND, {"num_nodes": 2}, (2, 1), "10.0.0.1:29511", id="by-hand"),
         pytest.param(TRAIN_JOB, {}, (2, 2), "job-node-0-0.job:29500", id="TrainJob"),
-        pytest.param(
-            {**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"},
-            {"num_devices": 4},
-            (2, 4),
-            "job-node-0-0.job:29500",
-            id="TrainJob-auto",
-        ),
+        pytest.param(AUTO, {"num_devices": 4}, (2, 4), "job-node-0-0.job:29500", id="TrainJob-auto"),
         pytest.param(PYTORCH_JOB, {}, (2, 1), "job-master-0:23456", id="PyTorchJob"),
         pytest.param(
             {**PYTORCH_JOB, **PROCESSES_OF_PODS}, {}, (2, 8), "job-master-0:23456", id="PyTorchJob-processes"
@@ -81,22 +78,10 @@ def set_env(monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.param(INDEXED_JOB, {}, (1, 1), None, id="indexed-Job-of-a-sweep"),
         pytest.param({**INDEXED_JOB, "PET_NNODES": "2"}, {}, (2, 1), "job-0.svc:29511", id="indexed-Job-PET"),
         pytest.param(SKYPILOT, {"num_devices": 8}, (2, 8), "10.0.0.1:29500", id="SkyPilot"),
-        pytest.param(
-            {**SKYPILOT, "MASTER_ADDR": "head", "MASTER_PORT": "1234"},
-            {"num_nodes": 2},
-            (2, 1),
-            "head:1234",
-            id="SkyPilot-other-address",
-        ),
+        pytest.param(BY_HEAD, {"num_nodes": 2}, (2, 1), "head:1234", id="SkyPilot-other-address"),
         pytest.param(SAGEMAKER, {}, (2, 1), "algo-1:29500", id="SageMaker"),
         pytest.param(SLURM_TASK, {}, (2, 1), "10.0.0.1:29511", id="SLURM-task-per-node"),
-        pytest.param(
-            {**TRAIN_JOB, "LOCAL_RANK": "1", "WORLD_SIZE": "4", "NODE_RANK": "1"},
-            {},
-            (2, 2),
-            "job-node-0-0.job:29500",
-            id="rank-that-a-launcher-started",
-        ),
+        pytest.param(STARTED, {}, (2, 2), "job-node-0-0.job:29500", id="rank-that-a-launcher-started"),
     ],
 )
 def test_numbers_come_from_the_engine_where_the_script_leaves_them_open(
@@ -108,9 +93,8 @@ def test_numbers_come_from_the_engine_where_the_script_leaves_them_open(
     if meeting is not None:
         assert f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" == meeting
         assert os.environ["NODE_RANK"] == "1"
-    assert (
-        settle_nodes(**given, is_open=True) == expected
-    )  # a second Trainer, and a process started from here
+    again = settle_nodes(**given, is_open=True)  # a second Trainer, and a process started from here
+    assert again == expected
     assert "RANK" not in os.environ
 
 

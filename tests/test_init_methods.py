@@ -1,7 +1,8 @@
-"""Where the ranks of a run meet: an address, a file, a store of the user's, somebody else's backend."""
+"""Where the ranks of a run meet: an address, a file, a store, somebody else's backend; by which interface."""
 
 from __future__ import annotations
 
+import doctest
 import os
 import signal
 import socket
@@ -10,24 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import free_port, run_ranks, run_ranks_outcomes, run_script, toy_backend
+from harness import TRAINS, free_port, run_ranks, run_ranks_outcomes, run_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_ddp import CustomDDPStrategy, comm
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError, RendezvousError
+from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.rendezvous import join_default_group, meet, meet_at_file
 
 CPU = torch.device("cpu")
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def joined(rank, world_size, init_method, backend="gloo"):
+def joined(rank, world_size, init_method):
     """The sum over ranks that met there; run in processes of their own."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    toy_backend.register()
     store = meet(init_method, rank, world_size, None)
-    group = join_default_group(backend, store, rank=rank, world_size=world_size, timeout=None, device=CPU)
+    group = join_default_group("gloo", store, rank=rank, world_size=world_size, timeout=None, device=CPU)
     return comm.all_reduce(Group(group), torch.tensor(rank + 1.0)).item()
 
 
@@ -50,11 +51,6 @@ def test_a_file_is_used_once_and_one_of_a_crashed_run_is_named(tmp_path) -> None
         assert "left over from an earlier run (last written" in outcome.message
     path.unlink()
     assert run_ranks(joined, 2, init_method, process_group=False) == [3.0, 3.0]
-
-
-def test_somebody_elses_backend_by_name(tmp_path) -> None:
-    init_method = (tmp_path / "meeting").as_uri()
-    assert run_ranks(joined, 2, init_method, "toy", process_group=False) == [3.0, 3.0]
 
 
 def test_a_file_of_a_run_that_goes_on_and_a_folder_that_is_missing(tmp_path) -> None:
@@ -96,33 +92,23 @@ def test_unknown_schemes_and_backends_are_refused() -> None:
         )
 
 
-SCRIPT = """
-import os, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-sys.path.insert(0, {tests!r})
-import lightning_ddp
+SCRIPT = f"""{TRAINS}
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from harness import toy_backend
 
 toy_backend.register()
-
-if __name__ == "__main__":
-    strategy = lightning_ddp.CustomDDPStrategy(init_method=sys.argv[1], process_group_backend=sys.argv[2])
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, logger=False, limit_val_batches=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    torch.manual_seed(trainer.global_rank)
-    trainer.fit(BoringModel())
-    sums = strategy.reduce({{"a": torch.tensor(trainer.global_rank + 1.0)}}, reduce_op="sum")
-    weight = trainer.model.layer.weight
-    same = strategy.all_reduce(weight.detach().clone(), reduce_op="max").equal(weight)
-    received = strategy.broadcast([torch.full((400,), trainer.global_rank)], src=1)
-    text = "rank %d sum %g same %s broadcast %d" % (trainer.global_rank, sums["a"], same, received[0][0])
-    os.write(1, f"{{text}} port {{os.environ['MASTER_PORT']}} {{dist.get_backend()}}\\n".encode())
+strategy = lightning_ddp.CustomDDPStrategy(init_method=sys.argv[1], process_group_backend=sys.argv[2])
+ours = trainer(strategy, max_steps=2)
+rank = ours.global_rank
+torch.manual_seed(rank)
+ours.fit(BoringModel())
+sums = strategy.reduce({{"a": torch.tensor(rank + 1.0)}}, reduce_op="sum")
+weight = ours.model.layer.weight
+same = strategy.all_reduce(weight.detach().clone(), reduce_op="max").equal(weight)
+received = strategy.broadcast([torch.full((400,), rank)], src=1)
+text = "rank %d sum %g same %s broadcast %d" % (rank, sums["a"], same, received[0][0])
+port, backend = os.environ["MASTER_PORT"], torch.distributed.get_backend()
+os.write(1, f"{{text}} port {{port}} {{backend}}\\n".encode())
 """
 
 
@@ -130,7 +116,7 @@ if __name__ == "__main__":
 def test_training_where_the_user_says(backend, tmp_path) -> None:
     port = free_port()
     place = f"tcp://127.0.0.1:{port}" if backend == "gloo" else (tmp_path / "meeting").as_uri()
-    result = run_script(SCRIPT.format(tests=str(Path(__file__).parent)), [place, backend]).check()
+    result = run_script(SCRIPT, [place, backend]).check()
     lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
     for rank, line in enumerate(lines):
         assert line.startswith(f"rank {rank} sum 3 same True broadcast 1 port"), line
@@ -156,8 +142,63 @@ def joined_by_the_strategy(rank, world_size, kind, place):
     return strategy.reduce(torch.tensor(rank + 1.0), reduce_op="sum").item()
 
 
-@pytest.mark.parametrize("kind", ["store", "tcp", "file"])
+@pytest.mark.parametrize("kind", ["store", "tcp"])
 def test_processes_of_another_launcher_meet_where_the_user_says(kind, tmp_path) -> None:
-    places = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": (tmp_path / "meeting").as_uri()}
-    place = places.get(kind, str(tmp_path / "store"))
+    place = str(tmp_path / "store") if kind == "store" else f"tcp://127.0.0.1:{free_port()}"
     assert run_ranks(joined_by_the_strategy, 2, kind, place, process_group=False) == [3.0, 3.0]
+
+
+# ---------------------------------------------------------------------- the network interface
+
+BOTH = "cpu:gloo,cuda:nccl"
+HOST = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("eth1", "10.1.0.7"), ("eth1", "fe80::7")]
+CONTAINERS = [HOST[0], ("cni0", "10.88.0.1"), *HOST[1:], ("docker0", "172.17.0.1")]
+INFINIBAND = [*HOST, ("ib0", "10.2.0.7")]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What `choose_interface` answers for these interfaces, of which one leads to the address."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def choose(found, route, address, backend):
+        monkeypatch.setattr(rendezvous, "interfaces", lambda: iter(found))
+        monkeypatch.setattr(rendezvous, "route_to", lambda _: (route, address))
+        return rendezvous.choose_interface(address, backend)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("found", "route", "backend", "expected"),
+    [
+        (HOST, "eth0", "gloo", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth0", "nccl", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth0", BOTH, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth0", "CUDA:NCCL", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "eth1", BOTH, {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}),
+        (CONTAINERS, "eth0", "nccl", {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0,eth1"}),
+        (CONTAINERS, "docker0", BOTH, {"GLOO_SOCKET_IFNAME": "docker0", "NCCL_SOCKET_IFNAME": "=docker0"}),
+        (INFINIBAND, "eth0", "nccl", {"GLOO_SOCKET_IFNAME": "eth0"}),
+        (HOST, "lo", "gloo", {"GLOO_SOCKET_IFNAME": "lo"}),
+        (HOST, "lo", BOTH, {"GLOO_SOCKET_IFNAME": "lo"}),
+        (HOST, "lo", "nccl", {}),
+        (HOST, "eth0", "cpu:toy,cuda:toy", {}),
+        (HOST, "wlan0", BOTH, {}),
+    ],
+)
+def test_what_gloo_and_nccl_are_told(told, found, route, backend, expected):
+    address = dict(reversed(found)).get(route, "10.9.9.9")
+    assert told(found, route if (route, address) in found else None, address, backend) == expected
+
+
+def test_what_the_user_has_named_stays(told, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
+    assert told(CONTAINERS, "eth0", "10.0.0.7", BOTH) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert told(CONTAINERS, "eth0", "10.0.0.7", BOTH) == {}
+
+
+def test_the_examples_of_the_file_hold():
+    assert doctest.testmod(rendezvous) == (0, 4)

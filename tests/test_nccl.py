@@ -22,7 +22,7 @@ from lightning_ddp.comm.nccl import (
 )
 from lightning_ddp.elastic.refusals import check_backend
 from lightning_ddp.errors import CollectiveError, ConfigurationError
-from lightning_ddp.launch.failure_causes import Cause, cause_of_error
+from lightning_ddp.launch.recovery_client import Cause, cause_of_error
 
 CUDA = torch.device("cuda", 0)
 

@@ -9,25 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import run_script
+from harness import TRAINS, run_script
 
 from lightning_ddp.launch import child_process as prelude
 
-SCRIPT = """
+SCRIPT = (
+    """
 import gc, os, subprocess, sys
 at_start = gc.get_threshold()
-import pytorch_lightning as pl, torch
-import lightning_ddp
-
+"""
+    + TRAINS
+    + """
 if len(sys.argv) > 1:
     gc.set_threshold(*map(int, sys.argv[1].split(",")))
 
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch, _):
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
         ask = "import gc, os; print(gc.get_threshold(), os.environ.get('PYTHONPATH'))"
         child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
         told = {
@@ -39,18 +36,11 @@ class Model(pl.LightningModule):
             "child": child.stdout.strip(),
         }
         print(f"rank {self.global_rank} {told!r}", flush=True)
-        return self.layer(batch).sum()
+        return super().training_step(batch, batch_idx)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 4)))
+trainer(max_steps=1).fit(Model())
 """
+)
 RARE = (100_000, 10, 10)
 
 
@@ -75,6 +65,7 @@ def test_a_child_imports_with_a_rare_collector_and_runs_as_its_parent_does(tmp_p
 
 
 def test_thresholds_that_the_script_sets_stay(tmp_path: Path) -> None:
+    """Also in the parent, which has no prelude to restore."""
     assert [rank["run"] for rank in told_by_ranks(tmp_path, "500,5,5")] == [(500, 5, 5)] * 2
 
 
@@ -95,21 +86,3 @@ def test_python_starts_with_the_prelude_and_what_else_it_would(inherited: str | 
     assert (found.stdout, found.stderr) == (f"{RARE} {rest}", "")
     assert rest.startswith(f"{inherited} ")
     assert f"{thresholds})" != str(RARE)
-
-
-def test_an_interpreter_that_ignores_the_environment_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Flags:
-        ignore_environment, no_site = 1, 0
-
-    monkeypatch.setattr(sys, "flags", Flags)
-    assert prelude.child_environment({"PYTHONPATH": "/some/folder"}) == {"PYTHONPATH": "/some/folder"}
-
-
-def test_the_begin_of_a_run_leaves_other_processes_alone() -> None:
-    usual = gc.get_threshold()
-    try:
-        gc.set_threshold(*RARE)
-        prelude.begin_run()
-        assert gc.get_threshold() == RARE
-    finally:
-        gc.set_threshold(*usual)

@@ -250,7 +250,7 @@ def test_names_are_found_however_they_are_used() -> None:
         ("hydra_jobs/compositions.py", "_internal"),  # in the name of a module
     ):
         assert name in used(TEXTS[file]), name
-    assert ("_wrapping_function", "lightning_ddp.launch.multiprocess_launcher") in inherited(), "overridden"
+    assert ("_wrapping_function", "lightning_ddp.launch.launcher") in inherited(), "overridden"
 
 
 # ---------------------------------------------------------------------- torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -35,60 +34,46 @@ def train(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """World size -> what the ranks of an undisturbed run note."""
-
-    @functools.cache
-    def notes(world_size: int) -> dict[str, Any]:
-        return train(tmp_path_factory.mktemp("undisturbed"), trainer={"devices": world_size})
-
-    return notes
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the ranks of an undisturbed run note."""
+    return train(tmp_path_factory.mktemp("undisturbed"))
 
 
 @contextlib.contextmanager
-def started(
-    folder: Path, pause: str, world_size: int = 2, grace_s: float = LONG_S
-) -> Iterator[tuple[RunningScript, dict[int, int]]]:
+def started(folder: Path, pause: str, grace_s: float = LONG_S) -> Iterator[tuple[RunningScript, list[int]]]:
     """A run whose ranks all wait in `pause`, and their process ids."""
-    strategy = {"failure_grace_s": grace_s}
-    arguments = order(folder, pause=pause, trainer={"devices": world_size}, strategy=strategy)
-    with start_script(SCRIPT, arguments) as run:
-        yield run, wait_until_ready(run, folder, world_size)
+    with start_script(SCRIPT, order(folder, pause=pause, strategy={"failure_grace_s": grace_s})) as run:
+        yield run, wait_until_ready(run, folder)
 
 
-def wait_until_ready(run: RunningScript, folder: Path, world_size: int) -> dict[int, int]:
-    """Rank -> process id, once all ranks have paused."""
-    names = [f"ready-{rank}" for rank in range(world_size)]
+def wait_until_ready(run: RunningScript, folder: Path) -> list[int]:
+    """Process id of each rank, once both have paused."""
+    names = ["ready-0", "ready-1"]
     notes = wait_for_notes(run, folder, names)
-    return {rank: notes[name]["pid"] for rank, name in enumerate(names)}
+    return [notes[name]["pid"] for name in names]
 
 
-@pytest.mark.parametrize(
-    ("moment", "rank", "world_size"),
-    [("fit", 0, 2), ("fit", 1, 2), ("validation", 0, 2), ("validation", 1, 2), ("fit", 2, 4)],
-)
+@pytest.mark.parametrize(("moment", "rank"), [("fit", 0), ("validation", 1)])
 def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
-    undisturbed, tmp_path, moment, rank, world_size
+    undisturbed, tmp_path, moment, rank
 ) -> None:
-    with started(tmp_path, moment, world_size) as (run, pids):
+    with started(tmp_path, moment) as (run, pids):
         os.kill(pids[rank], signal.SIGTERM)
         (tmp_path / "go").touch()
         assert run.wait(TIMEOUT_S).returncode == PREEMPTED
     notes = read_notes(tmp_path)
-    kinds = [notes[f"on_exception-{r}"]["kind"] for r in range(world_size)]
-    assert kinds == ["SIGTERMException"] * world_size
-    (step,) = {notes[f"finally-{r}"]["step"] for r in range(world_size)}
+    assert [notes[f"on_exception-{r}"]["kind"] for r in range(2)] == ["SIGTERMException"] * 2
+    (step,) = {notes[f"finally-{r}"]["step"] for r in range(2)}
     assert 4 <= step < STEPS, "stopped before the end"
 
     resumed = tmp_path / "resumed"
     resumed.mkdir()
-    checkpoint = str(tmp_path / "stopped.ckpt")
-    after_notes = train(resumed, checkpoint=checkpoint, trainer={"devices": world_size})
-    for r in range(world_size):
+    after_notes = train(resumed, checkpoint=str(tmp_path / "stopped.ckpt"))
+    for r in range(2):
         before = json.loads(notes[f"finally-{r}"]["losses"])
         after = json.loads(after_notes[f"finally-{r}"]["losses"])
         assert set(before) & set(after) == set()
-        assert before | after == json.loads(undisturbed(world_size)[f"finally-{r}"]["losses"])
+        assert before | after == json.loads(undisturbed[f"finally-{r}"]["losses"])
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -97,7 +82,7 @@ def test_sigterm_to_a_rank_that_is_a_function_ends_the_script_as_it_does_elsewhe
 ) -> None:
     arguments = order(tmp_path, pause="fit", strategy={"start_method": start_method})
     with start_script(SCRIPT, arguments) as run:
-        os.kill(wait_until_ready(run, tmp_path, 2)[1], signal.SIGTERM)
+        os.kill(wait_until_ready(run, tmp_path)[1], signal.SIGTERM)
         (tmp_path / "go").touch()
         result = run.wait(TIMEOUT_S)
     assert result.returncode == PREEMPTED
@@ -195,7 +180,7 @@ def test_slurms_signal_to_one_rank_stops_all_saves_and_requeues_the_job_once(tmp
         for rank in range(2):
             env = {**variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
             runs.append(stack.enter_context(start_script(SCRIPT, order(tmp_path, pause="fit"), env)))
-        pids = wait_until_ready(runs[0], tmp_path, 2)
+        pids = wait_until_ready(runs[0], tmp_path)
         os.kill(pids[1], signal.SIGUSR1)
         (tmp_path / "go").touch()
         for run in runs:

@@ -5,25 +5,16 @@ from __future__ import annotations
 import io
 import re
 
-import pytest
-from harness import free_port, start_script
+from harness import TRAINS, free_port, start_script
 
-from lightning_ddp.launch.last_words import show_report
+from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 
-SCRIPT = """
-import warnings
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_ddp
-import lightning_ddp.launch.stop_signals as terminal
+SCRIPT = f"""{TRAINS}
+import lightning_ddp.launch.process_end as terminal
 
-warnings.simplefilter("ignore")
 terminal.LONG_S = 1.0
-names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-quiet = dict.fromkeys(names, False)
-trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=1, num_nodes=2, max_steps=1, **quiet)
-trainer.fit(BoringModel())
+trainer(devices=1, num_nodes=2, max_steps=1).fit(BoringModel())
 """
 MESSAGE = "the picture 4711.png of a folder of very many is broken, as is the one before it, and the next one"
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 8, in f\n    raise ValueError\n'
@@ -34,20 +25,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("first", "told"),
-    [
-        (0, r"all 2 ranks; connected so far: \[0\]"),
-        (1, r"the store of the run at 127\.0\.0\.1:\d+ \(rank 0 opens it\)"),
-    ],
-)
-def test_a_node_that_waits_for_the_other_one_says_so_in_a_line(first, told) -> None:
+def test_a_node_that_waits_for_the_other_one_says_so_in_a_line() -> None:
+    """The other way round: `test_launch`, a signal to a rank that waits for another node."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    line = rf"^lightning_ddp: rank {first} \(host \S+, pid \d+\) has waited 1 s for {told}$"
+    told = r"the store of the run at 127\.0\.0\.1:\d+ \(rank 0 opens it\)"
+    line = rf"^lightning_ddp: rank 1 \(host \S+, pid \d+\) has waited 1 s for {told}$"
 
-    with start_script(SCRIPT, env={**env, "NODE_RANK": str(first)}) as early:
+    with start_script(SCRIPT, env={**env, "NODE_RANK": "1"}) as early:
         early.wait_until(lambda: re.search(line, early.output(), re.MULTILINE) is not None)
-        with start_script(SCRIPT, env={**env, "NODE_RANK": str(1 - first)}) as late:
+        with start_script(SCRIPT, env={**env, "NODE_RANK": "0"}) as late:
             late.wait().check()
         assert early.wait().check().stderr.count("has waited") == 1
 

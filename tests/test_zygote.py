@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 
 import pytest
 from harness import run_script
 
-from lightning_ddp.launch.zygote import receive, send
-
 DEADLINE_S = 120.0
 SUPERVISOR = """
 import os, signal, socket, sys
 from pathlib import Path
-from lightning_ddp.launch.program import Program
-from lightning_ddp.launch.zygote import Start, Zygote, fork, serve
+from lightning_ddp.launch.zygote import Program, Start, Zygote, fork, serve
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGIO})
 ours, theirs = socket.socketpair()
@@ -70,23 +65,6 @@ CASES = {
 def test_a_zygote(case) -> None:
     code, printed = CASES[case]
     assert run_script(SUPERVISOR + code, timeout_s=DEADLINE_S).check().stdout == printed
-
-
-def test_messages_of_any_size_carry_files() -> None:
-    ours, theirs = socket.socketpair()
-    reading, writing = os.pipe()
-    with ours, theirs:
-        send(ours, {"key": ["a value", None]}, [writing])
-        received = receive(theirs)
-        assert received is not None
-        message, (file,) = received
-        assert message == {"key": ["a value", None]}
-        os.write(file, b"words")
-        assert os.read(reading, 10) == b"words"
-        ours.close()
-        assert receive(theirs) is None
-    for descriptor in (reading, writing, file):
-        os.close(descriptor)
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe there alone")

@@ -98,7 +98,6 @@ RAISED: dict[str, Callable[[], Exception]] = {
     **dict.fromkeys(("exception", "late"), lambda: ValueError("expected 3 channels, got 1")),
     "long": lambda: ValueError("漢" * 7_000 + "\U0001f600" * 7_000),
     "untellable": Untellable,
-    "words": lambda: RuntimeError("this model was exported for nccl, not for gloo"),
     "memory": lambda: MemoryError("cannot allocate 80 GiB"),
 }
 """Fault -> what the victim raises."""

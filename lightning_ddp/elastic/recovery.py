@@ -44,9 +44,9 @@ from lightning_ddp.elastic.takeover import Handover, Journal, seed_generators, s
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext, global_seed
+from lightning_ddp.launch.process_end import tell_long_wait
 from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.launch.step_stop import StepStop
-from lightning_ddp.launch.stop_signals import tell_long_wait
 from lightning_ddp.supervise.orders import NewGeneration
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class Recovery(StepObserver):
                 self._settle()
             return result
         except Exception as error:
-            if self.ledger.cursor is not Cursor.COMMITTED or not self._ours.is_call(error):
+            if self.ledger.cursor is not Cursor.COMMITTED or not self._calls.is_call(error):
                 raise
         self.ledger.finish_alone()
         end_collectives(self._ours, self._device)  # the caller writes over what they may still write to
@@ -326,7 +326,7 @@ class Recovery(StepObserver):
                 raise
         except Exception as error:  # also where the alarm rang before it was deferred
             self._calls.defer(True)
-            if not self._ours.is_call(error):
+            if not self._calls.is_call(error):
                 raise
         cause: BaseException | None = self._calls.error
         while cause is not None:  # else the functions that it has come through keep groups, with threads

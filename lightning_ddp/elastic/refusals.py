@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ddp._lightning import is_fitting, loaders_of
 from lightning_ddp.comm.nccl import is_nccl, recovery_problem
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.launch.interface import backend_names
+from lightning_ddp.launch.rendezvous import backend_names
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
 if TYPE_CHECKING:  # a run without an averager does not import them

@@ -21,10 +21,9 @@ from lightning_ddp.comm.teardown import (
 )
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.failure_handler import FailureHandler
-from lightning_ddp.launch.interface import backend_names
 from lightning_ddp.launch.job_context import JobContext
-from lightning_ddp.launch.rendezvous import join_default_group
-from lightning_ddp.launch.stop_signals import tell_long_wait
+from lightning_ddp.launch.process_end import tell_long_wait
+from lightning_ddp.launch.rendezvous import backend_names, join_default_group
 from lightning_ddp.supervise.orders import NewGeneration
 
 _LOOK_EVERY_S = 0.005

@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 PARENT_VARIABLE = "LIGHTNING_DDP_PARENT_PID"
@@ -31,8 +30,6 @@ _PR_SET_PDEATHSIG = 1
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a child process in which garbage collection is rare during its imports."""
-    if sys.flags.ignore_environment or sys.flags.no_site:  # nor would the child look there
-        return dict(environment)
     path = [_PRELUDE, environment.get("PYTHONPATH")]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
@@ -65,10 +62,7 @@ def _forget_imports() -> None:
 
 
 def after_imports(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Exclude all objects of a spawned rank from garbage collection, then call `make` and return its result.
-
-    A file in the cycles of the Trainer, which comes later, is still closed at the end.
-    """
+    """Exclude the objects of a spawned rank from garbage collection, then call `make`; return its result."""
     gc.freeze()
     return make(*arguments)
 
@@ -88,18 +82,11 @@ def keep_files(files: Mapping[int, int]) -> None:
 # ---------------------------------------------------------------------- its parent
 
 
-@dataclass
-class _Origin:
-    """Process ids of the launcher and of the direct parent of this process."""
+_launcher: int | None = None
+"""Process that launched this one, if a launcher of this package did.
 
-    launcher: int | None
-    """Process that launched it, if a launcher of this package did."""
-    parent: int
-    """The same process, or the zygote of a supervisor."""
-
-
-_origin: _Origin | None = None
-"""Global: it is known when the package is imported, or the process forked, long before there is a job."""
+Global, as the next: known when the package is imported, or the process forked, long before there is a job."""
+_parent: int | None = None  # the same process, or the zygote of a supervisor
 
 
 def adopt_from_environment() -> None:
@@ -109,16 +96,15 @@ def adopt_from_environment() -> None:
     that was started earlier, and has got it as well, is no child of the launcher.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None or (parent != str(os.getppid()) and is_alive(parent)):
-        return
-    if parent != str(os.getppid()):
+    if parent == str(os.getppid()):
+        die_with_parent(int(parent))
+    elif parent is not None and not is_alive(parent):
         print(
             f"lightning_ddp: the process that {PARENT_VARIABLE}={parent} names has ended, so this child"
             " process ends too. If this process is not its child, unset that variable.",
             file=sys.stderr,
         )
         os._exit(1)
-    die_with_parent(int(parent))
 
 
 def is_alive(pid: str | int) -> bool:
@@ -136,21 +122,15 @@ def is_alive(pid: str | int) -> bool:
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its launcher `parent` ends; exit at once if it has ended."""
-    global _origin
-    _origin = _Origin(parent, parent)
+    global _launcher, _parent
+    _launcher = _parent = parent
     end_with(parent)
 
 
 def forked_by_zygote(launcher: int | None) -> None:
-    """Record the launcher of this fork of the zygote; None in rank 0, which is alone at first."""
-    global _origin
-    _origin = _Origin(launcher, os.getppid())
-
-
-def launched_by(launcher: int) -> None:
-    """Record in rank 0 that the other ranks were launched by `launcher`, the supervisor process."""
-    assert _origin is not None  # it is a fork of a zygote
-    _origin.launcher = launcher
+    """Record the launcher of this fork of the zygote; None in rank 0, until it starts the others."""
+    global _launcher, _parent
+    _launcher, _parent = launcher, os.getppid()
 
 
 def end_with(parent: int) -> None:
@@ -162,24 +142,19 @@ def end_with(parent: int) -> None:
 
 def launcher_pid() -> int | None:
     """Return the process id of this package's launcher that started this process; None if it has ended."""
-    return None if _origin is None or os.getppid() != _origin.parent else _origin.launcher
+    return _launcher if os.getppid() == _parent else None
 
 
 def guarded_by() -> int:
     """Return the process id of the launcher whose guard watches this process; its own if not launched."""
     by_function = multiprocessing.parent_process()
-    launcher = None if _origin is None else _origin.launcher
-    if launcher is not None and by_function is not None:
-        launcher = by_function.pid
+    launcher = by_function.pid if _launcher is not None and by_function is not None else _launcher
     return launcher or os.getpid()
 
 
 def outlive_parent() -> None:
-    """Let this process outlive its parent: it hears of the job's end by the control channel, and unwinds.
-
-    If it is stopped (SIGSTOP) at that moment, the kernel continues it.
-    """
-    _set_death_signal(signal.SIGCONT)
+    """Let this process outlive its parent: it hears of the job's end by the control channel, and unwinds."""
+    _set_death_signal(signal.SIGCONT)  # it may be stopped (SIGSTOP) at that moment
 
 
 def _set_death_signal(number: int) -> None:

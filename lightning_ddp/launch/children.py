@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ddp.launch.child_process import PARENT_VARIABLE, child_environment
-from lightning_ddp.launch.program import ChildCommand, Launch
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
+from lightning_ddp.launch.zygote import ChildCommand, Fork, Launch, SupervisorLink
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
 
 if TYPE_CHECKING:
-    from lightning_ddp.launch.supervised import SupervisorLink
-    from lightning_ddp.launch.zygote import Fork
-
     ChildProcess = subprocess.Popen[bytes] | Fork
 
 _LAST_LINES, _LAST_BYTES = 30, 64 * 1024
@@ -72,11 +69,8 @@ def exit_record(who: Identity, code: int, log: Path | None = None) -> FailureRec
 class Children(LocalProcesses):
     """Child processes of a launcher, one for each other rank of the node: started, watched and ended.
 
-    Args:
-        on_end: called with each child that ends, in the thread that watches it.
-        has_met: returns True once all ranks have connected: a child that ends before that has failed.
-        starter: starts a process of a command, with its environment variables and its log; None for Python,
-            where this process is the first rank of the node itself.
+    `on_end` is called with each child that ends, in the thread that watches it; one that ends before all have
+    met has failed. Without a `starter` Python is started, and this process is the first rank of the node.
     """
 
     def __init__(
@@ -87,17 +81,14 @@ class Children(LocalProcesses):
     ) -> None:
         self.remote: SupervisorLink | None = None
         """Starts and ends the others of its node instead, in rank 0 under `run`."""
-        self.launch: Launch | None = None
-        """Ranks of this node, if this process starts them."""
-        self.are_ending = False
-        """True once no other process is started in the place of a lost one."""
+        self.launch: Launch | None = None  # ranks of this node, if this process starts them
+        self.are_ending = False  # True once no other process is started in the place of a lost one
         self._on_end = on_end
         self._has_met = has_met
         self._starter, self._is_rank = starter or _start_python, starter is None
         self._slots: dict[int, _Slot] = {}
         self._started: list[_Child] = []
-        self._alive: list[_Child] = []
-        """Children that have not ended, or whose end is not reported yet."""
+        self._alive: list[_Child] = []  # children that have not ended, or whose end is not reported yet
         self._changed = threading.Condition()
         self._is_stopping = False
         self._first: FailureRecord | None = None
@@ -134,18 +125,15 @@ class Children(LocalProcesses):
             self._guard = Guard(ends_launcher=self._is_rank)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a new process for a lost rank, and kill the old process if it still exists. Thread-safe.
-
-        If the process was started already, and has ended, that is reported once more.
-        """
+        """Start a new process for a lost rank, and kill the old process if it still exists. Thread-safe."""
         if self.remote is not None:
-            self.remote.start_again(place, number)
+            self.remote.ask("start_again", place, number)
             return
         slot = self._slots.get(place - self.first_rank)
         if self.launch is None or slot is None or self.are_ending:
             return
         if number <= slot.number:
-            if slot.end is not None:
+            if slot.end is not None:  # was started already, and has ended: that is reported once more
                 self._on_end(slot.end)
             return
         slot.number, slot.end = number, None
@@ -225,7 +213,7 @@ class Children(LocalProcesses):
 
     def kill(self) -> None:
         if self.remote is not None:
-            self.remote.kill()
+            self.remote.ask("children.kill")
         self.send_signal(signal.SIGKILL)
 
     def kill_one(self, pid: int) -> None:
@@ -234,7 +222,7 @@ class Children(LocalProcesses):
     def kill_rank(self, rank: int) -> None:
         """Kill the first process of a global rank, not its replacement, if it is on this node."""
         if self.remote is not None:
-            self.remote.kill_rank(rank)
+            self.remote.ask("children.kill_rank", rank)
         self._kill_where(lambda child: not child.number and child.slot.rank == rank)
 
     def _kill_where(self, is_meant: Callable[[_Child], bool]) -> None:

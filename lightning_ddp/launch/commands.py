@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_ddp._lightning import ROOTS
 from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.launch.environment import take_slurm_task
-from lightning_ddp.launch.program import Program
+from lightning_ddp.launch.zygote import Program
 from lightning_ddp.supervise.protocol import DrainNode, DrainNodeReply, Message
 
 _ANSWER_S = 15.0
@@ -48,20 +48,17 @@ class Run:
             return 2
         name, *arguments = args.program
         if not args.is_module and not os.path.exists(name):
-            path = os.path.abspath(name)
-            print(
-                f"{sys.executable}: can't open file {path!r}: [Errno 2] No such file or directory",
-                file=sys.stderr,
-            )
+            why = f"can't open file {os.path.abspath(name)!r}: [Errno 2] No such file or directory"
+            print(f"{sys.executable}: {why}", file=sys.stderr)
             return 2
         program = Program("module" if args.is_module else "script", name, arguments)
         if not sys.flags.safe_path:
             del sys.path[0]  # the folder of what Python was started with
         _import_once([*_namespaces(program), *_IMPORTED, *args.preload])
         take_slurm_task()
-        from lightning_ddp.launch.supervisor import Supervisor  # only here, as all commands import this file
+        from lightning_ddp.launch.supervisor import supervise  # only here, as all commands import this file
 
-        return Supervisor().run(program)
+        return supervise(program)
 
 
 def _import_once(modules: Sequence[str]) -> None:

@@ -19,29 +19,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.comm.activity import Entry, Interrupt, Waiting
 from lightning_ddp.comm.group import SLICE_S
 from lightning_ddp.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigurationError
 from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.desync import ANSWER_WAIT_S, join_ranks, name_ranks
 from lightning_ddp.supervise.failure_record import Where
-from lightning_ddp.supervise.protocol import (
-    CollectiveApproved,
-    CollectiveFingerprint,
-    DiagnoseRequest,
-    Diagnosis,
-    Findings,
-    GroupStatus,
-    Message,
-    PeerValue,
-    RankStatus,
-    SendValue,
-    State,
-    StateRequest,
-    StateValues,
-    StatusReply,
-    StatusRequest,
-)
 from lightning_ddp.supervise.rank_state import RankState
 
 _LONGEST_TEXT = 200
@@ -49,19 +33,25 @@ _MOST_LANES = 6
 _ASK_WAIT_S = ANSWER_WAIT_S + 2.0
 _OF_OTHERS = ("/torch/", "/lightning_ddp/", "/pytorch_lightning/", "/lightning/", "/lib/python")
 _MOST_FRAMES = 200
+_CALLED_OTHERS = (
+    "the ranks have called different collectives.\n{found}\nAll ranks have to call the same ones in the same"
+    " order: look for self.log(..., sync_dist=True), a barrier or an all_gather that only some of them reach."
+    ' CustomDDPStrategy(debug="detail") names the first difference before any data moves.'
+)
+_WOULD_CALL_OTHERS = (
+    "the ranks are about to call different collectives; none of them was started.\n{found}\nAll ranks have to"
+    " call the same collectives, in the same order, on tensors of the same shapes and dtypes."
+)
 
 
 class _Answer(threading.Event):
     """Event for which a thread waits until the server has answered, with what the server found."""
 
-    findings: Findings | None = None
+    findings: protocol.Findings | None = None
 
 
 class DesyncReporter:
-    """A rank's end of desync detection: reports what it does, and asks what others do.
-
-    `where` returns step and phase. Made in the main thread.
-    """
+    """A rank's end of desync detection; `where` returns step and phase. Made in the main thread."""
 
     def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
         self._interrupt = interrupt
@@ -70,14 +60,11 @@ class DesyncReporter:
         self._watch: ControlClient | None = None
         self._answers: dict[tuple[str | None, int], _Answer] = {}
         self._listeners: dict[str, Callable[[int, Any], None]] = {}
-        self.deadline_s = float("inf")
-        """Age in seconds at which an awaited collective counts as failed."""
-        self.is_comparing = False
-        """True if each collective is compared between the ranks before it starts."""
-        self.state_values: Callable[[int], StateValues] | None = None
+        self.deadline_s = float("inf")  # age in seconds at which an awaited collective counts as failed
+        self.is_comparing = False  # True if each collective is compared between the ranks before it starts
+        self.state_values: Callable[[int], protocol.StateValues] | None = None
         """Function that answers what of this rank's state was hashed at a number."""
-        self.num_runs = 0
-        """Number of runs (fits, tests ...) that have begun."""
+        self.num_runs = 0  # number of runs (fits, tests ...) that have begun
         self._is_active = False
         self._run_name = "its run"
         self._left_at = time.monotonic()
@@ -94,11 +81,9 @@ class DesyncReporter:
         self._interrupt.supervisor = self
 
     def set_deadline(self, timeout: timedelta | None) -> None:
-        """Set the timeout after which a collective that waits for other ranks fails; None for no limit.
-
-        It ends a second before the backend's own, which breaks connections.
-        """
+        """Set the timeout after which a collective that waits for other ranks fails; None for no limit."""
         limit_s = float("inf") if timeout is None else timeout.total_seconds()
+        # before the backend's own, which breaks connections
         self.deadline_s = max(limit_s - 1.0, limit_s / 2)
 
     def compare_before_each(self, is_on: bool) -> None:
@@ -124,28 +109,28 @@ class DesyncReporter:
 
     # ------------------------------------------------------------------ in the thread of the channel
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: protocol.Message) -> None:
         """Process a server's message: answer a question about this rank, or deliver an answer or value."""
         match message:
-            case StatusRequest(number) if self._watch is not None:
-                self._watch.post(StatusReply(number, self.status()))
-            case CollectiveApproved(group, number) | Diagnosis(group, number):
+            case protocol.StatusRequest(number) if self._watch is not None:
+                self._watch.post(protocol.StatusReply(number, self.status()))
+            case protocol.CollectiveApproved(group, number) | protocol.Diagnosis(group, number):
                 answer = self._answers.get((group, number))
                 if answer is not None:
-                    answer.findings = message.findings if isinstance(message, Diagnosis) else None
+                    answer.findings = message.findings if isinstance(message, protocol.Diagnosis) else None
                     answer.set()
-            case StateRequest(number) if self._watch is not None and self.state_values is not None:
+            case protocol.StateRequest(number) if self._watch is not None and self.state_values is not None:
                 self._watch.post(self.state_values(number))
-            case PeerValue(sender, topic, value):
+            case protocol.PeerValue(sender, topic, value):
                 listener = self._listeners.get(topic)
                 if listener is not None:
                     listener(sender, value)
 
-    def status(self) -> RankStatus:
+    def status(self) -> protocol.RankStatus:
         """Return what this rank is doing: its state, awaited collective, step and groups. Thread-safe."""
         activity, where = self._interrupt.activity, self._where()
         wait, now = activity.wait(), time.monotonic()
-        state: State
+        state: protocol.State
         label: str | None
         if self._interrupt.error is not None:
             state, label, since = "ending", None, activity.since
@@ -158,7 +143,7 @@ class DesyncReporter:
         else:
             state, label, since = "runs", wait.label if wait is not None else None, activity.since
         entry = activity.entry()
-        return RankStatus(
+        return protocol.RankStatus(
             rank=self._rank,
             state=state,
             label=None if label is None else _cut(label),
@@ -169,7 +154,7 @@ class DesyncReporter:
             phase=where.phase,
             at=self._line() if state == "runs" else None,
             groups=tuple(
-                GroupStatus(
+                protocol.GroupStatus(
                     name=lane.name,
                     ranks=_cut(join_ranks(lane.ranks)),
                     number=lane.number,
@@ -214,21 +199,15 @@ class DesyncReporter:
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
         found = self._ask(entry)
-        return self._called_others(entry, found) if found.is_contradiction else None
+        return self._mismatch(entry, found, _CALLED_OTHERS) if found.is_contradiction else None
 
     def mismatch(self) -> CollectiveMismatchError:
         """Return the error to raise as gloo found that ranks call different collectives. Thread-safe."""
         entry = self._interrupt.activity.entry() or self._interrupt.activity.last_started()
-        return self._called_others(entry, self._ask(entry))
+        return self._mismatch(entry, self._ask(entry), _CALLED_OTHERS)
 
     def compare(self, entry: Entry) -> None:
-        """Announce a collective, and wait until all ranks of its group are about to start the same one.
-
-        Raises:
-            CollectiveMismatchError: they are about to start others.
-            CollectiveTimeoutError: not all have come within the deadline.
-            PeerFailure: the job has failed meanwhile.
-        """
+        """Announce a collective, and wait until all ranks of its group are about to start the same one."""
         watch, lane = self._watch, entry.lane
         if watch is None:
             return
@@ -236,34 +215,28 @@ class DesyncReporter:
         try:
             with self._interrupt.activity.waiting(entry.name(), entry, is_start=True):
                 ranks = _cut(join_ranks(lane.ranks))
-                watch.post(CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
+                watch.post(protocol.CollectiveFingerprint(lane.name, ranks, entry.number, _cut(entry.text())))
                 while not answer.wait(SLICE_S):
                     self._interrupt.check()
                     self._interrupt.check_deadline()
         finally:
             self._answers.pop((lane.name, entry.number), None)
         if answer.findings is not None:
-            raise self._mismatch(
-                entry,
-                answer.findings,
-                "the ranks are about to call different collectives; none of them was started",
-                "All ranks have to call the same collectives, in the same order, on tensors of the same"
-                " shapes and dtypes.",
-            )
+            raise self._mismatch(entry, answer.findings, _WOULD_CALL_OTHERS)
 
-    def _ask(self, entry: Entry | None) -> Findings:
+    def _ask(self, entry: Entry | None) -> protocol.Findings:
         """Ask the server where ranks disagree about a collective, and return its findings or own ones."""
         key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
         answer = self._answers.setdefault(key, _Answer())
         if self._watch is not None:
-            self._watch.post(DiagnoseRequest(*key))
+            self._watch.post(protocol.DiagnoseRequest(*key))
         deadline = time.monotonic() + _ASK_WAIT_S
         while not answer.wait(SLICE_S) and time.monotonic() < deadline:
             self._interrupt.check()
         self._answers.pop(key, None)
         return answer.findings or self._unanswered(entry)
 
-    def _unanswered(self, entry: Entry | None) -> Findings:
+    def _unanswered(self, entry: Entry | None) -> protocol.Findings:
         """Return the findings that this rank has by itself, as the server's process does not answer."""
         missing, where = set(self._interrupt.activity.absent), ""
         if self._watch is not None:
@@ -274,23 +247,11 @@ class DesyncReporter:
             if server.rank not in (-1, self._rank) and (entry is None or server.rank in entry.lane.ranks):
                 missing.add(server.rank)
         sentence = f"the control channel has not answered within {_ASK_WAIT_S:g} s{where}"
-        return Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
+        return protocol.Findings(sentence=sentence, table="", missing=tuple(sorted(missing)))
 
-    def _called_others(self, entry: Entry | None, found: Findings) -> CollectiveMismatchError:
-        return self._mismatch(
-            entry,
-            found,
-            "the ranks have called different collectives",
-            "All ranks have to call the same ones in the same order: look for self.log(..., sync_dist=True),"
-            ' a barrier or an all_gather that only some of them reach. CustomDDPStrategy(debug="detail")'
-            " names the first difference before any data moves.",
-        )
-
-    def _mismatch(
-        self, entry: Entry | None, found: Findings, what: str, advice: str
-    ) -> CollectiveMismatchError:
+    def _mismatch(self, entry: Entry | None, found: protocol.Findings, text: str) -> CollectiveMismatchError:
         return CollectiveMismatchError(
-            f"rank {self._rank}: {what}.\n{_in_words(found)}\n{advice}",
+            f"rank {self._rank}: {text.format(found=_in_words(found))}",
             label=entry.name() if entry is not None else "collective",
             rank=self._rank,
             waited_s=time.monotonic() - entry.since if entry is not None else 0.0,
@@ -300,26 +261,20 @@ class DesyncReporter:
     # ------------------------------------------------------------------ messages between ranks
 
     def tell(self, rank: int, topic: str, value: Any) -> bool:
-        """Send a JSON value below 60 KiB to a rank; return False if there is no control channel.
-
-        Values of a rank arrive in order, and none after a failure.
-        """
+        """Send a JSON value below 60 KiB to a rank, in order; return False if there is no control channel."""
         if self._watch is not None:
-            self._watch.post(SendValue(rank, topic, value))
+            self._watch.post(protocol.SendValue(rank, topic, value))
         return self._watch is not None
 
     def listen(self, topic: str, listener: Callable[[int, Any], None] | None) -> None:
-        """Register `listener(rank, value)` for values that ranks send with `topic`; None removes it.
-
-        It is called in the channel's thread.
-        """
+        """Call `listener(rank, value)` in the channel's thread for values with `topic`; None removes it."""
         if listener is None:
             self._listeners.pop(topic, None)
         else:
             self._listeners[topic] = listener
 
 
-def _in_words(found: Findings) -> str:
+def _in_words(found: protocol.Findings) -> str:
     return f"  {found.sentence}\n{found.table}".rstrip()
 
 

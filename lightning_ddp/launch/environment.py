@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.errors import ConfigurationError
 
-_DEFAULT_PORT = "29500"
-"""Port of the store where an engine gives an address only; torchrun's default too."""
+_DEFAULT_PORT = "29500"  # port of the store where an engine gives an address only; torchrun's default too
 _NODES_VARIABLE = "LIGHTNING_DDP_NODES"
 """Number of nodes, and the variable that said it where that was removed; for processes started from here."""
 _OF_SLURM = "SLURM_NNODES"
@@ -147,11 +146,8 @@ ENGINES = (
 def nodes_of(env: Mapping[str, str], num_nodes: int = 1) -> tuple[Nodes, list[str]]:
     """Return what environment variables of all cluster engines say of the nodes, and the engines found.
 
-    `num_nodes` is the number of nodes in the script, without which an index alone does not say that there are
-    several: Kubernetes numbers the pods of a sweep, too.
-
-    Raises:
-        ConfigurationError: Two variables contradict each other, or one is malformed.
+    An index alone does not say that there are several nodes, as Kubernetes numbers the pods of a sweep, too:
+    it counts where `num_nodes` of the script does. Raises `ConfigurationError` for a contradiction.
     """
     # with LOCAL_RANK, RANK and WORLD_SIZE count ranks; without it, pods
     shown = env.keys() - (_OF_PODS if "LOCAL_RANK" in env else set())
@@ -198,15 +194,9 @@ def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[in
     """Return the numbers of nodes and of devices per node: the cluster's, where the script gives none.
 
     Sets `MASTER_ADDR`, `MASTER_PORT` and `NODE_RANK` of this process, as for a node started by hand, and
-    removes variables that count pods as ranks.
+    removes variables that count pods as ranks. Raises `ConfigurationError` for a contradiction.
 
-    Args:
-        num_nodes: Number of nodes in the script; 1 is Lightning's default, hence open.
-        num_devices: Devices of each node in the script.
-        is_open: True if the script leaves the number of devices to Lightning.
-
-    Raises:
-        ConfigurationError: Script and engine, or two engines, contradict each other.
+    One node is Lightning's default, hence open; the number of devices is if `is_open` says so.
     """
     env = os.environ
     nodes, engines = nodes_of(env, num_nodes)
@@ -234,11 +224,7 @@ def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[in
 
 
 def take_slurm_task() -> None:
-    """Make a SLURM task count as a node instead of as a rank, if srun has started one per node.
-
-    This process gets the variables of a node that was started by hand, and loses the one by which Lightning
-    takes each task for a rank.
-    """
+    """Make a SLURM task count as a node that was started by hand, if srun has started one per node."""
     num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
     if num_tasks is None or num_tasks != os.environ.get(_OF_SLURM) or not kind.detect():
         return
@@ -246,7 +232,7 @@ def take_slurm_task() -> None:
     address, port, node = slurm.main_address, slurm.main_port, slurm.node_rank()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), NODE_RANK=str(node))
     os.environ[_NODES_VARIABLE] = f"{num_tasks} {_OF_SLURM}"
-    del os.environ["SLURM_NTASKS"]
+    del os.environ["SLURM_NTASKS"]  # by which Lightning takes each task for a rank
 
 
 def is_slurm_node(environment: Any, num_devices: int) -> bool:

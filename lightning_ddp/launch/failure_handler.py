@@ -7,8 +7,10 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -26,13 +28,17 @@ from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
-from lightning_ddp.launch.failure_causes import Cause, cause_of_error, interruption_behind
-from lightning_ddp.launch.last_words import EndLimit, exit_now, fill_error_file
-from lightning_ddp.launch.recovery_client import RecoveryClient
-from lightning_ddp.launch.stop_signals import StopSignals, second_interrupt_ends, tell_long_wait
-from lightning_ddp.launch.supervised import was_passed_on
+from lightning_ddp.launch.process_end import (
+    EndLimit,
+    exit_now,
+    fill_error_file,
+    second_interrupt_ends,
+    tell_long_wait,
+)
+from lightning_ddp.launch.recovery_client import Cause, RecoveryClient, cause_of_error, interruption_behind
+from lightning_ddp.launch.zygote import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
-from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
+from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, shortened
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
@@ -45,8 +51,6 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 _SWITCH_VARIABLE = "LIGHTNING_DDP_SUPERVISION"
 _MOST_INTERRUPTIONS = 3
 _LONGEST_END_S = 1800.0
-_EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
-"""Seconds that a rank which cannot connect to others waits for the loss that explains it."""
 _OWN_WORD_S = 0.3
 """Seconds that a rank continues after another one raised, as it may be about to raise the same."""
 
@@ -57,16 +61,12 @@ def is_enabled() -> bool:
 
 
 class _State(Enum):
-    """State of the main thread: outside of a run, in a run, reporting an exception, or failed."""
+    """State of the main thread."""
 
-    IDLE = auto()
-    """Code of the script, outside of a run."""
-    RUNNING = auto()
-    """A run: a fit, a test ..."""
-    ENDING = auto()
-    """It has raised, and reports that."""
-    OVER = auto()
-    """It has failed, or unwinds from a failure: nobody answers collectives."""
+    IDLE = auto()  # code of the script, outside of a run
+    RUNNING = auto()  # a run: a fit, a test ...
+    ENDING = auto()  # it has raised, and reports that
+    OVER = auto()  # it has failed, or unwinds from a failure: nobody answers collectives
 
 
 class FailureHandler:
@@ -77,24 +77,23 @@ class FailureHandler:
         self.alarm = InterruptGuard()
         self.server: ControlServer | None = None
         self.watch: ControlClient | None = None
-        self.calls: RecoveryClient | None = None
-        """None if a failure ends the job."""
+        self.calls: RecoveryClient | None = None  # None if a failure ends the job
         self.inspector = DesyncReporter(self.interrupt, self._position)
         self.save_last: Callable[[], str | None] | None = None
         """Function that saves a checkpoint where a failure ends a fit, and returns its path."""
         self._pid = os.getpid()
         self._state = _State.IDLE
-        self._depth = 0
-        """Number of runs within each other."""
+        self._depth = 0  # number of runs within each other
         self._children = children
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
         self.end_limit = EndLimit()
         self._parent_pid: int | None = None
-        self._called_within_s = ECHO_WAIT_S + 3.0
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
-        self._stop_signals: StopSignals | None = None
+        self._handlers_before: dict[int, Any] = {}
+        """Handlers of the signals that stop all ranks, before this process handled them."""
+        self._num_signals = 0
 
     # ------------------------------------------------------------------ what is known
 
@@ -132,10 +131,6 @@ class FailureHandler:
     def is_launcher(self) -> bool:
         """True if this process starts the other ranks of its node."""
         return self._children.launch is not None
-
-    def _is_between_runs(self) -> bool:
-        has_ended = self._depth == 0 and self.inspector.num_runs > 0
-        return has_ended and not self.is_over and not self.has_left
 
     @property
     def is_ending(self) -> bool:
@@ -181,9 +176,9 @@ class FailureHandler:
         """Connect to the control server, and start supervision; `parent_pid` is what started this process."""
         self._settings = self.end_limit.settings = settings
         self._parent_pid = parent_pid
-        parent = None
+        parent, called_within_s = None, ECHO_WAIT_S + 3.0
         if identity.node_rank != server.identity.node_rank:
-            self._called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
+            called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
             if parent_pid is not None:
                 parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
         elif parent_pid == server.identity.pid:  # else the one of forkserver, whose end concerns nobody
@@ -202,7 +197,7 @@ class FailureHandler:
         if settings.recovery is not None:
             self.interrupt.may_abort = True
             with self.watch.lock:
-                self.calls = RecoveryClient(self.interrupt, self.alarm, self.watch)
+                self.calls = RecoveryClient(self.interrupt, self.alarm, self.watch, called_within_s)
                 if self.watch.state.is_called:  # the order came before there was a client to handle it
                     self.calls.on_order(self.watch.state.error)
         permit_stack()
@@ -210,24 +205,6 @@ class FailureHandler:
         self.inspector.attach(self.watch)
         self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
-
-    def wait_for_all(self, timeout_s: float) -> None:
-        """Wait until all ranks have connected to the server; raise `RendezvousError` or `PeerFailure`."""
-        if self.watch is not None:
-            self.watch.wait_for_all(timeout_s, self.interrupt.check)
-        self.interrupt.check()
-
-    def handle_stop_signals(self) -> None:
-        """Install a SIGTERM handler that stops all ranks at a step boundary, instead of this one at once."""
-        if self.watch is not None and self._stop_signals is None:
-            preemption = self._settings.preemption
-            self._stop_signals = StopSignals(
-                self.watch,
-                is_between=self._is_between_runs,
-                is_ending=lambda: self.is_ending or self.has_left,
-                request=self._requested_by,
-                numbers=[preemption.number] if preemption is not None else [],
-            )
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
@@ -240,25 +217,6 @@ class FailureHandler:
         self._trainer = weakref.ref(trainer)
 
     # ------------------------------------------------------------------ recovery
-
-    def is_call(self, error: BaseException) -> bool:
-        """Return True if an exception is the consequence of a lost rank from which the job recovers.
-
-        Wait for the order that says so if necessary.
-        """
-        if self.calls is None or self.watch is None or self.watch.failure is not None:
-            return False
-        match cause_of_error(error):
-            case Cause.PEER:
-                return self.calls.state.is_called
-            case Cause.LOST_CONNECTION if self.calls.state.is_entering:
-                self.calls.wait_for_call(_EXPLAINED_WITHIN_S)  # then it reports that, and all meet anew
-                return True
-            case Cause.LOST_CONNECTION:
-                return self.calls.wait_for_call(self._called_within_s)
-            case Cause.BACKEND:  # also connections to the store that were aborted, in many words
-                return self.calls.state.is_called
-        return False
 
     def forget_device(self) -> None:
         """Stop watching the work that is queued on the device, as its process groups will be aborted."""
@@ -279,12 +237,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ runs
 
     def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a Trainer's function under supervision: until it returns, this process's exit is a failure.
-
-        Raises:
-            PeerFailure: another rank failed, also at its end after the function has returned here.
-            BaseException: what the function raised, after that was reported.
-        """
+        """Call a Trainer's function under supervision: until it returns, this process's exit is a failure."""
         self.interrupt.check()
         if trainer is not None:
             self.follow(trainer)
@@ -354,11 +307,6 @@ class FailureHandler:
                 if self.watch is not None:  # else the exit that may follow at once would be a failure
                     self.watch.flush()
 
-    def restore_sigterm(self) -> None:
-        """Restore the previous SIGTERM handler, as this process has no step boundary to stop at."""
-        if self._stop_signals is not None:
-            self._stop_signals.restore()
-
     def set_while_running(self, variables: dict[str, str]) -> None:
         """Set environment variables until the run ends, or outside of a run until the process does."""
         if self._depth > 0:
@@ -397,6 +345,43 @@ class FailureHandler:
             self.watch.update(lambda state: None)  # which reports it
         return passage
 
+    def handle_stop_signals(self) -> None:
+        """Install, in the main thread, handlers of signals that stop all ranks at a step boundary."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.watch is not None and is_main and not self._handlers_before:
+            preemption = self._settings.preemption
+            for number in {signal.SIGTERM, *([] if preemption is None else [preemption.number])}:
+                self._handlers_before[number] = signal.signal(number, self._on_signal)
+
+    def restore_sigterm(self) -> None:
+        """Restore the previous signal handlers, unless somebody has replaced this one."""
+        for number, previous in self._handlers_before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous or signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """Ask for a stop where a step begins; between runs, or in a fork, call the handler before."""
+        previous = self._handlers_before.get(number)
+        is_between_runs = self._depth == 0 and self.inspector.num_runs > 0
+        if self.is_inherited or (is_between_runs and not self.is_over and not self.has_left):
+            if callable(previous) and not self.is_inherited:
+                previous(number, frame)
+            elif self.is_inherited or previous is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.watch is None or self.is_ending or self.has_left:
+            return
+        self._num_signals += 1
+        if self._num_signals > 1:
+            name = signal.Signals(number).name
+            os.write(2, f"lightning_ddp: rank {self.watch.identity.rank}: second {name}, ending\n".encode())
+            sys.stdout.flush()
+            os._exit(128 + number)
+        self.watch.ask(self._requested_by(int(number)))
+        if callable(previous):
+            previous(number, frame)
+
     def _requested_by(self, number: int) -> Wish:
         """Return what a signal requests: that all ranks stop, or that this process or its node leaves."""
         preemption = self._settings.preemption
@@ -410,10 +395,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ a failure of this process
 
     def end(self, error: BaseException) -> PeerFailure | None:
-        """Report the exception that ended this rank's run, and abort its process groups.
-
-        Returns the failure of another rank that caused `error`, if any.
-        """
+        """Report what ended this run, and abort its groups; return another rank's failure behind it."""
         if self._state is _State.RUNNING:
             self._state = _State.ENDING
         failure = None
@@ -467,17 +449,14 @@ class FailureHandler:
         return first.to_error(record.rank).like()
 
     def _save_last(self, error: BaseException, *, is_own: bool) -> None:
-        """Save a checkpoint after a failure if this is the lowest rank but the one that failed first.
-
-        If `error` is this rank's own, a process that died meanwhile is no better reason.
-        """
+        """Save a checkpoint after a failure if this is the lowest rank but the one that failed first."""
         if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
             return
         with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
             first = self.watch.wait_for_verdict(ECHO_WAIT_S + 1.0)
             if first is None or first.exception_type == "KeyboardInterrupt":
                 return
-            if is_own and first.exception_type is None:
+            if is_own and first.exception_type is None:  # a process that died meanwhile is no better reason
                 return
             path = self.save_last() if self.watch.identity.rank == int(first.rank == 0) else None
             if path is not None:
@@ -534,7 +513,7 @@ class FailureHandler:
 
     def _device_failed(self, error: BaseException) -> None:
         """Interrupt the main thread, as work on the device failed or hangs. In the thread that watches it."""
-        if self.is_call(error):  # which stops the main thread
+        if self.calls is not None and self.calls.is_call(error):  # which stops the main thread
             return
         if self.interrupt.set(error):
             self._limit_end()

@@ -13,12 +13,10 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,31 +30,28 @@ from lightning_ddp.hydra_jobs.jobs import jobs, restore, share_job
 from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
-from lightning_ddp.launch.interface import choose_interface, is_loopback, uses_nccl
-from lightning_ddp.launch.last_words import exit_now, show_report
-from lightning_ddp.launch.program import Launch
+from lightning_ddp.launch.process_end import exit_now, show_report, waiting
 from lightning_ddp.launch.rendezvous import (
     JOIN_VARIABLE,
     TOKEN_VARIABLE,
     Rendezvous,
+    choose_interface,
     existing_group,
+    is_loopback,
     join_default_group,
     meet,
     note_met,
     run_store,
     tcp_address,
+    uses_nccl,
 )
-from lightning_ddp.launch.stop_signals import ended_by_signals, tell_long_wait
+from lightning_ddp.launch.zygote import Launch, SupervisorLink
 from lightning_ddp.supervise.client import ServerAddress
 from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, traceback_of
 from lightning_ddp.supervise.job_control import LocalProcesses
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
-
-if TYPE_CHECKING:
-    from lightning_ddp.launch.supervised import SupervisorLink
-
 
 FIRST_JOB = "the job that the first node has composed"
 
@@ -77,15 +72,11 @@ class JobContext:
         self.rendezvous: Rendezvous = Rendezvous()
         if before is not None and not before.is_inherited:
             self.rendezvous = before.rendezvous
-        self.store: Any = None
-        """Store from which this process made its process group."""
+        self.store: Any = None  # store from which this process made its process group
         self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
-        self._goes_on = False
-        """True if the job continues without ranks that it loses."""
-        self.control: FailureHandler = FailureHandler(self.children)
-        """Supervision of the present generation."""
-        self.num_failed = 0
-        """Number of generations that failed with an exception which the script caught."""
+        self._goes_on = False  # True if the job continues without ranks that it loses
+        self.control: FailureHandler = FailureHandler(self.children)  # supervision of the present generation
+        self.num_failed = 0  # number of generations that failed with an exception which the script caught
         self._start = int(os.environ.pop(JOIN_VARIABLE, "0")) if before is None else 0
         """Number of this start among those that were requested for the slot."""
         self.is_joining = self._start > 0
@@ -108,10 +99,7 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
-        """Make this process its node's launcher; with a `link` the supervisor starts the ranks instead.
-
-        Sets `variables` in the environment until the job ends.
-        """
+        """Make this process, or with a `link` the supervisor, its node's launcher until the job ends."""
         self._goes_on, self.children.remote = launch.goes_on, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
@@ -139,10 +127,8 @@ class JobContext:
     ) -> ControlServer | None:
         """Open the job's control server at `address`, publish it in the job's store, and return it.
 
-        It is in this process; or for a rank 0 under `run` in the supervisor, then None is returned.
-
-        Args:
-            processes: the processes of this node, if this one is no rank; None for its children in rank 0.
+        For a rank 0 under `run` it is in the supervisor, and None is returned. A process that is no rank
+        gives the `processes` of its node; in rank 0 they are its children.
         """
         shared = self.rendezvous.token
         options: dict[str, Any] = {
@@ -155,7 +141,7 @@ class JobContext:
         who = Identity(rank=0 if processes is None else -1, node_rank=0)
         link = self.children.remote
         if link is not None:
-            port = link.open_server(address, **options)
+            port = link.ask("open_server", address, **options)
             who = Identity(rank=-1, node_rank=0, pid=link.supervisor)
         else:
             self.control.server = ControlServer(address, processes=processes or self.children, **options)
@@ -183,7 +169,9 @@ class JobContext:
             self.control.connect(address, identity, settings, parent_pid)
             if parent_pid is not None:
                 outlive_parent()
-        self.control.wait_for_all(timeout_s)
+        assert self.control.watch is not None
+        self.control.watch.wait_for_all(timeout_s, self.control.interrupt.check)
+        self.control.interrupt.check()
 
     def begin_anew(self) -> None:
         """Destroy groups and restart supervision if the script caught a failure; all ranks connect again."""
@@ -243,7 +231,7 @@ class JobContext:
         failure = ours.first_failure()
         ours.close()
         if self.children.remote is not None:
-            failure = self.children.remote.finish() or failure
+            failure = self.children.remote.ask("finish") or failure
         return failure
 
     def _at_exit(self) -> None:
@@ -260,24 +248,6 @@ class JobContext:
 
 
 # ---------------------------------------------------------------------- joining
-
-
-@contextmanager
-def waiting(
-    environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
-) -> Generator[None, None, None]:
-    """Return a context for waiting: after 5 s one process per node prints so; signals end the process.
-
-    Args:
-        what: what is awaited, for people. Thread-safe.
-        rank: rank of this process, where the environment does not know it yet.
-    """
-    with ExitStack() as stack:
-        if environment.local_rank() == 0:
-            rank = environment.global_rank() if rank is None else rank
-            stack.enter_context(tell_long_wait(rank, what))
-        stack.enter_context(ended_by_signals())
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,15 +269,7 @@ class Joining:
     """Store of the user that all ranks reach, instead."""
 
     def group(self) -> Any:
-        """Return the default process group; create it, by joining the job, if there is none.
-
-        Collective: all ranks must call it.
-
-        Raises:
-            ConfigurationError: a group of another size exists already, or the backend is unknown.
-            RendezvousError: the others cannot be reached.
-            PeerFailure: another rank failed meanwhile.
-        """
+        """Return the default process group; create it, by joining the job, if there is none. Collective."""
         context = self.context
         group = existing_group(1 if context.is_joining else self._world_size)
         if group is None:
@@ -324,7 +286,7 @@ class Joining:
             self._connect(store)
             context.store = store
         if context.store is not None and not self._has_launcher and self._world_size > 1:
-            with self._waiting(lambda: FIRST_JOB):
+            with waiting(self.environment, lambda: FIRST_JOB):
                 share_job(context.store, rank=self._rank)
         if self._world_size > 1:
             context.control.set_while_running(choose_interface(self._main_address, self.backend))
@@ -340,14 +302,14 @@ class Joining:
         if self._is_elsewhere and not self._has_launcher:
             return self._meet_elsewhere()
         where = f"{environment.main_address}:{environment.main_port}"
-        with self._waiting(lambda: f"the store of the run at {where} (rank 0 opens it)"):
+        with waiting(self.environment, lambda: f"the store of the run at {where} (rank 0 opens it)"):
             return context.rendezvous.find(environment, self.timeout)
 
     def _meet_elsewhere(self) -> Any:
         if self.given_store is not None:
             return dist.PrefixStore("lightning_ddp", self.given_store)
         assert self.init_method is not None  # or it would not be elsewhere
-        with self._waiting(lambda: f"the others at {self.init_method}"), remember_connections():
+        with waiting(self.environment, lambda: f"the others at {self.init_method}"), remember_connections():
             return meet(self.init_method, self._rank, self._world_size, self.timeout)
 
     @property
@@ -363,7 +325,12 @@ class Joining:
         context, settings, rank = self.context, self.settings, self._rank
         identity = Identity(rank=rank, node_rank=self.environment.node_rank())
         if context.is_joining:
-            self._connect_late(store, identity)
+            try:
+                context.connect(store, identity, settings, _LONGEST_WAIT_S)
+            except RendezvousError as error:
+                if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
+                    context.control.leave_late()  # the server was on this host, and was closed at the end
+                raise
             return
         # a launcher counts on a lone rank too
         if is_enabled() and (self._world_size > 1 or launcher_pid() is not None):
@@ -382,19 +349,10 @@ class Joining:
                 connected = None if watch is None else watch.who_is_here()
                 return f"all {self._world_size} ranks; connected so far: {connected}"
 
-            with self._waiting(describe):
+            with waiting(self.environment, describe):
                 context.connect(store, identity, settings, timeout_s)
             if rank == 0 and self._has_launcher and settings.recovery is not None:
                 note_met(store)
-
-    def _connect_late(self, store: Any, identity: Identity) -> None:
-        """Connect a replacement of a lost rank to the control server; exit with 0 if the job has ended."""
-        try:
-            self.context.connect(store, identity, self.settings, _LONGEST_WAIT_S)
-        except RendezvousError as error:
-            if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
-                self.context.control.leave_late()  # the server was on this host, and was closed at the end
-            raise
 
     def _make_group(self) -> Any:
         """Create the default process group; in a replacement of a lost rank, of this process alone."""
@@ -405,13 +363,10 @@ class Joining:
         if timeout is not None and uses_nccl(self.backend) and is_watched:
             # this package reports first what is late; NCCL's watchdog, which ends the process, is the last
             timeout += timedelta(seconds=self.settings.failure_grace_s)
-        with self._waiting(lambda: f"the process group ({self.backend}) of {world_size} ranks"):
+        with waiting(self.environment, lambda: f"the process group ({self.backend}) of {world_size} ranks"):
             return join_default_group(
                 self.backend, store, rank=rank, world_size=world_size, timeout=timeout, device=self.device
             )
-
-    def _waiting(self, what: Callable[[], str]) -> Any:
-        return waiting(self.environment, what)
 
     @property
     def _rank(self) -> int:
@@ -429,6 +384,49 @@ class Joining:
     def _main_address(self) -> str:
         address = tcp_address(self.init_method)
         return self.environment.main_address if address is None else address[0]
+
+
+# ---------------------------------------------------------------------- a whole script as a run
+
+
+class ScriptRun:
+    """Supervision of a script as one run until its end, for Fabric, which has no loop of its own."""
+
+    def __init__(self, control: FailureHandler) -> None:
+        self._control = control
+        self._hook_before = sys.excepthook
+
+    def begin(self) -> None:
+        """Start to supervise the script, by an exception hook and an exit handler, unless it has begun."""
+        running = getattr(sys.excepthook, "__self__", None)
+        if isinstance(running, ScriptRun) and running._control is self._control:
+            return
+        self._control.enter("the script")
+        sys.excepthook = self._raised
+        atexit.register(self._end)
+
+    def _raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        self._control.alarm.silence()
+        failure = None if self._control.is_over else self._control.end(error)
+        if failure is not None:
+            kind, error = type(failure), failure.with_traceback(trace)
+        self._hook_before(kind, error, trace)
+
+    def _end(self) -> None:
+        """Wait until all ranks have come to the end of the script, unless this one has failed."""
+        control = self._control
+        if control.is_inherited:
+            return
+        try:
+            if not control.is_ending:
+                control.leave_together()
+        except BaseException as error:  # noqa: BLE001 (nobody is left to catch it)
+            control.alarm.silence()
+            traceback.print_exception(control.end(error) or error)
+            if not control.is_launcher:  # the launching process still ends the others
+                exit_now(1)
+        finally:
+            control.leave()
 
 
 # ---------------------------------------------------------------------- the job of this process
@@ -480,9 +478,4 @@ def end_job(error: BaseException | None) -> BaseException | None:
     return failure.to_error() if error is None and failure is not None else error
 
 
-def _disown() -> None:
-    if _context is not None:
-        _context.disown()
-
-
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=lambda: None if _context is None else _context.disown())

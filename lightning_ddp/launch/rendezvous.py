@@ -2,17 +2,22 @@
 
 A launcher binds the store's port before it starts a child, so that nobody else can take it meanwhile.
 Processes that something else started (torchrun, SLURM) meet at `env://`, as in torch, or where the user says:
-at `tcp://`, or in a file.
+at `tcp://`, or in a file. A backend is told the interface that leads to the first node: without one it looks
+up this host's own name, which on many clusters belongs to another network, or to the loopback.
 """
 
 from __future__ import annotations
 
+import array
 import atexit
+import fcntl
 import os
 import secrets
 import socket
+import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -26,15 +31,9 @@ import torch.distributed as dist
 from lightning_ddp._lightning import ClusterEnvironment, LightningEnvironment
 from lightning_ddp._torch import never_destroy
 from lightning_ddp.comm.barrier import store_of_attempt
+from lightning_ddp.comm.nccl import is_nccl
 from lightning_ddp.comm.teardown import destroy_groups, remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError, one_of
-from lightning_ddp.launch.interface import (
-    backend_names,
-    describe_route,
-    is_own_address,
-    require_resolvable,
-    uses_nccl,
-)
 
 STORE_VARIABLE = "LIGHTNING_DDP_STORE"
 """Environment variable with the address of a launcher's store: `host:port/run`.
@@ -50,21 +49,20 @@ rank 0 draws one and publishes it in the store, where it is as readable as that 
 JOIN_VARIABLE = "LIGHTNING_DDP_JOIN"
 """Environment variable of a process that replaces a lost one: the number of its start."""
 
-_RUN_KEY = "lightning_ddp/run"
-"""Key of the number of the present run."""
+_RUN_KEY = "lightning_ddp/run"  # key of the number of the present run
 _MET_KEY = "lightning_ddp/has_met"
 """Key that is set once all ranks of a run, which may continue without some, have connected."""
 _PROBE_S = 2.0
+_RESOLVED_WITHIN_S = 30.0
+_ASK_AGAIN_S = 0.5
+_SIOCGIFCONF = 0x8912
+_ENTRY_BYTES, _MOST_ENTRIES = 40, 1024
+"""Size of a `struct ifreq`, and how many fit into the answer."""
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 def open_store(address: str, port: int | None, named_by: str = "MASTER_PORT") -> Any:
-    """Open and return a TCPStore that listens in this process; raise `RendezvousError` if it cannot.
-
-    Args:
-        address: name or address of this host that the others know.
-        port: port to bind; None for any free one.
-        named_by: where the user named the port, for the error.
-    """
+    """Open a TCPStore that listens here, at `port` or any free one; raise `RendezvousError` if it cannot."""
     name = "MASTER_ADDR" if named_by == "MASTER_PORT" else named_by
     require_resolvable(address, name)
     if not is_own_address(address):
@@ -93,8 +91,7 @@ class Rendezvous:
 
         Not in the environment of this process, which the user's script hands to other programs."""
         self._hosted: Any = None
-        self._is_named = False
-        """True if the user named the port of the hosted store."""
+        self._is_named = False  # True if the user named the port of the hosted store
         self._num_runs = 0
 
     def host(
@@ -106,15 +103,7 @@ class Rendezvous:
         node_rank: int,
         open_store: Callable[[str, int | None, str], Any] = open_store,
     ) -> dict[str, str]:
-        """Open the run's store on the first node; return MASTER_ADDR and MASTER_PORT for it.
-
-        Its address is that of `environment`, or of a `tcp://` URL. `open_store` opens it, here or in another
-        process.
-
-        Raises:
-            ConfigurationError: several nodes, and no address or port that all of them know.
-            RendezvousError: the named port is taken.
-        """
+        """Open the run's store on the first node, by `open_store`; return MASTER_ADDR and MASTER_PORT."""
         named = tcp_address(init_method)
         address, port = named or (environment.main_address, _port_of(environment))
         missing = "MASTER_PORT" if port is None else None
@@ -172,17 +161,14 @@ class Rendezvous:
         """Connect to the run's store and return it: the launcher's if there is one, else that of `env://`."""
         with remember_connections():  # a store on a node that is unreachable blocks as collectives do
             if self.where is None:
-                return _rendezvous(environment, timeout)
+                return _meet_by_environment(environment, timeout)
             address, port, _ = _parts_of(self.where)
             return self.hosted if self._is_hosted(address, port) else run_store(self.where, timeout)
 
     def close(self) -> None:
-        """Close the store that this process opened, unless the user named its port.
-
-        Then it stays open for the next run of this process, to which other nodes may come before this one.
-        """
+        """Close the store that this process opened."""
         self.handed = {}
-        if not self._is_named:
+        if not self._is_named:  # else other nodes may come to the next run of this process before it does
             self._hosted = None
 
 
@@ -203,38 +189,19 @@ def _port_of(environment: ClusterEnvironment) -> int | None:
     return int(environment.main_port)
 
 
-def _rendezvous(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
+def _meet_by_environment(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
+    os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
     rank, world_size = environment.global_rank(), environment.world_size()
-    require_resolvable(environment.main_address)
-    try:
-        store = _meet_at("env://", rank, world_size, timeout)
-    except RuntimeError as error:
-        address = environment.main_address
-        raise RendezvousError(
-            f"rank {rank}: no rendezvous at MASTER_ADDR={address}, port {environment.main_port}: {error}."
-            f" Here {describe_route(address)}. Check that all {world_size} ranks have been started, that"
-            " MASTER_ADDR is the address of rank 0's node, and that the port is free there."
-        ) from error
+    store = meet("env://", rank, world_size, timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return store_of_attempt(store, rank=rank, world_size=world_size)
-    return store
-
-
-def _meet_at(url: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    store, _, _ = next(dist.rendezvous(url, rank, world_size, **options))
     return store
 
 
 def join_default_group(
     backend: str, store: Any, *, rank: int, world_size: int, timeout: timedelta | None, device: torch.device
 ) -> Any:
-    """Create and return the default process group, NCCL bound to `device`; reject unknown backends.
-
-    Collective: all ranks must call it.
-    """
+    """Create and return the default process group, NCCL bound to `device`. Collective."""
     require_backend(backend)
     arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
@@ -368,23 +335,28 @@ def tcp_address(init_method: str | None) -> tuple[str, int] | None:
 
 
 def meet(init_method: str, rank: int, world_size: int, timeout: timedelta | None) -> Any:
-    """Meet the other ranks at a URL (`tcp://`, `file://` ...), and return the store there.
-
-    Collective: all ranks must call it.
-    """
+    """Meet the other ranks at a URL (`env://`, `tcp://`, `file://` ...); return the store. Collective."""
     if init_method.startswith("file://"):
         return meet_at_file(Path(urlparse(init_method).path), rank, world_size, timeout)
-    address = tcp_address(init_method)
+    place, named_by = init_method, "init_method"
+    address, _ = tcp_address(init_method) or (None, None)
+    if init_method == "env://":
+        address, named_by = os.environ["MASTER_ADDR"], "MASTER_ADDR"
+        place = f"MASTER_ADDR={address}, port {os.environ['MASTER_PORT']}"
     if address is not None:
-        require_resolvable(address[0], "init_method")
+        require_resolvable(address, named_by)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        return _meet_at(init_method, rank, world_size, timeout)
+        store, _, _ = next(dist.rendezvous(init_method, rank, world_size, **options))
+        return store
     except (RuntimeError, ValueError) as error:
         if "No rendezvous handler" in str(error):
             raise ConfigurationError(f"init_method={init_method!r}: {error}") from error
+        here = "" if address is None else f" Here {describe_route(address)}."
         raise RendezvousError(
-            f"rank {rank} cannot connect to the other ranks at {init_method}: {error}. Check that the host"
-            " is the first node's, that it is up, and that the port is free there."
+            f"rank {rank} cannot connect to the other ranks at {place}: {error}.{here} Check that all"
+            f" {world_size} ranks have been started, that the address is that of rank 0's node, and that the"
+            " port is free there."
         ) from error
 
 
@@ -420,3 +392,143 @@ def _leave(path: Path, store: Any, world_size: int) -> None:
     with suppress(OSError, RuntimeError):
         if path.exists() and store.add("lightning_ddp/left", 1) == world_size:
             path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------- the network interface
+
+
+def interfaces() -> Iterator[tuple[str, str]]:
+    """Yield (network interface, address) of this host, IPv4 first; nothing outside of Linux."""
+    if sys.platform != "linux":
+        return
+    answer = array.array("B", bytes(_ENTRY_BYTES * _MOST_ENTRIES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("iP", len(answer), answer.buffer_info()[0])
+        size = struct.unpack("iP", fcntl.ioctl(probe, _SIOCGIFCONF, request))[0]
+    for entry in range(0, size, _ENTRY_BYTES):
+        name, _, address = struct.unpack_from("16sI4s", answer, entry)
+        yield name.partition(b"\0")[0].decode(), socket.inet_ntop(socket.AF_INET, address)
+    with suppress(OSError):  # a kernel without IPv6
+        entries = [line.split() for line in _IPV6.read_text().splitlines()]
+        for address, *_, name in sorted(entries, key=lambda entry: int(entry[1], 16)):
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+
+
+def route_to(address: str) -> tuple[str | None, str]:
+    """Return the network interface (or None) and own address that lead to a host; `OSError` if none do."""
+    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # of a datagram socket: sends nothing
+        own = str(probe.getsockname()[0])
+    plain = own.partition("%")[0]
+    return next((name for name, text in interfaces() if text == plain), None), plain
+
+
+def backend_names(backend: str) -> frozenset[str]:
+    """Return the names in a `torch.distributed` backend string: one, or one per type of device.
+
+    >>> sorted(backend_names("cpu:gloo,cuda:nccl")), sorted(backend_names("NCCL"))
+    (['gloo', 'nccl'], ['nccl'])
+    """
+    return frozenset(part.strip().rpartition(":")[2] for part in backend.lower().split(","))
+
+
+def uses_nccl(backend: str) -> bool:
+    """Return True if one of the backends in a `torch.distributed` backend string is NCCL.
+
+    >>> uses_nccl("cpu:gloo,cuda:nccl2"), uses_nccl("gloo")
+    (True, False)
+    """
+    return any(map(is_nccl, backend_names(backend)))
+
+
+def choose_interface(address: str, backend: str) -> dict[str, str]:
+    """Return the environment variables that tell gloo and NCCL which interface leads to the first node.
+
+    Empty where the user has named one, or no interface is found. The loopback is named to gloo alone, and
+    only where the address is a number: a name may lead elsewhere from another node. NCCL, which spreads its
+    sockets over all interfaces, gets none where it finds the way itself.
+    """
+    has_gloo, has_nccl = "gloo" in backend_names(backend), uses_nccl(backend)
+    if not (has_gloo or has_nccl):
+        return {}
+    try:
+        name, own = route_to(address)
+    except OSError:  # whoever connects next says so, with more words
+        return {}
+    if name is None:
+        return {}
+    is_local = is_loopback(own)
+    chosen = {}
+    if not is_local or (has_gloo and address == own):
+        chosen["GLOO_SOCKET_IFNAME"] = name
+    if has_nccl and not is_local:
+        found = list(dict.fromkeys(interface for interface, _ in interfaces()))
+        names = _names_for_nccl(found, name)
+        if names is not None:
+            chosen["NCCL_SOCKET_IFNAME"] = names
+    return {variable: value for variable, value in chosen.items() if variable not in os.environ}
+
+
+def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
+    """Return the NCCL_SOCKET_IFNAME with which ranks meet on interface `route`; None if they do anyway.
+
+    NCCL takes InfiniBand's interfaces if there are some, else all that are neither Docker's nor the loopback.
+    Its ranks meet by the first of them, in the order of the C library, and data goes over all. So only
+    interfaces before the right one, such as a bridge of containers, are left out.
+
+    >>> _names_for_nccl(["lo", "eth0", "eth1", "docker0"], "eth0") is None
+    True
+    >>> _names_for_nccl(["lo", "cni0", "eth0", "eth1", "docker0"], "eth0")
+    '=eth0,eth1'
+    """
+    taken = [name for name in found if name.startswith("ib")]
+    taken = taken or [name for name in found if not name.startswith(("docker", "lo"))]
+    if taken and (taken[0] == route or taken[0].startswith("ib")):
+        return None
+    return "=" + ",".join(taken[taken.index(route) :] if route in taken else [route])
+
+
+def describe_route(address: str) -> str:
+    """Return a phrase on the network interface that leads to an address, for an error message."""
+    try:
+        name, own = route_to(address)
+    except OSError as error:
+        return f"no interface leads to {address} ({error.strerror or error})"
+    return f"interface {name or 'unknown'} with address {own} leads to {address}"
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if a name or address leads to this host only; False if it cannot be resolved."""
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+    return address.startswith("127.") or address == "::1"
+
+
+def is_own_address(address: str) -> bool:
+    """Return True if a name or address, which can be resolved, belongs to this host."""
+    for family, kind, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(target)
+            return True
+    return False
+
+
+def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
+    """Wait up to 30 s until the first node's name, which a cluster may publish late, can be resolved."""
+    deadline = time.monotonic() + _RESOLVED_WITHIN_S
+    is_said = False
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"{named_by}={address} cannot be resolved on {socket.gethostname()}: {error}. Set"
+                    f" {named_by} to a name or an address of the first node that all nodes can resolve."
+                ) from error
+            if not is_said:
+                print(f"lightning_ddp: {named_by}={address} cannot be resolved yet: {error}", file=sys.stderr)
+                is_said = True
+        time.sleep(_ASK_AGAIN_S)

@@ -42,7 +42,7 @@ class StepStop:
         if self._context.control.watch is None or self._trainer is trainer:
             return
         self._trainer = trainer
-        # `StopSignals` has a handler of its own for SIGTERM, which Lightning calls next
+        # `FailureHandler` has a handler of its own for SIGTERM, which Lightning calls next
         self._requeue = replace_signal_handlers(
             trainer, on_sigterm=lambda number, frame: None, on_requeue=self._ask_to_stop
         )
@@ -50,14 +50,7 @@ class StepStop:
         at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
 
     def check(self) -> bool:
-        """Pass a step boundary; return True if ranks stop here for others that join or leave.
-
-        All ranks pass the same boundaries.
-
-        Raises:
-            SIGTERMException: all ranks stop here.
-            PeerFailure: another rank failed.
-        """
+        """Pass a step boundary, as all ranks do; return True if they stop for others, raise for a signal."""
         ours = self._context.control
         if self._trainer is None or (passage := ours.reached_step_boundary()) is Passage.GO:
             return False

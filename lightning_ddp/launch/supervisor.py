@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import operator
 import os
 import resource
 import signal
@@ -24,12 +25,24 @@ from typing import Any, NoReturn
 from lightning_ddp._lightning import read_rank_again
 from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
 from lightning_ddp.launch.children import Children, exit_record
-from lightning_ddp.launch.last_words import show_report
-from lightning_ddp.launch.program import ChildCommand, Launch, Program, last_resort, run_as_main
+from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
-from lightning_ddp.launch.supervised import SupervisorLink, become_supervised
-from lightning_ddp.launch.zygote import Fork, Start, Zygote, fork, receive, send, serve
+from lightning_ddp.launch.zygote import (
+    ChildCommand,
+    Fork,
+    Launch,
+    Program,
+    Start,
+    SupervisorLink,
+    Zygote,
+    become_supervised,
+    fork,
+    receive,
+    run_as_main,
+    send,
+    serve,
+)
 from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import PATIENCE_S, tell_guard
@@ -43,85 +56,81 @@ _PASSED_ON = {
     *(signal.SIGALRM, signal.SIGCONT, signal.SIGXCPU),
 }
 _BLOCKED = {*_PASSED_ON, signal.SIGCHLD, signal.SIGIO}
-_BY_KERNEL = 0x80
-"""The `si_code` of a signal that the terminal sends to its whole process group."""
+_BY_KERNEL = 0x80  # the `si_code` of a signal that the terminal sends to its whole process group
 _LOOK_EVERY_S = 0.05
-_EXIT_GRACE_S = 60.0
-"""How long the other ranks may take to end after rank 0."""
+_EXIT_GRACE_S = 60.0  # how long the other ranks may take to end after rank 0
 _LATER_S = 2.0
+_CANNOT_BEGIN = 127  # exit code of a process that ended before its program began
 
 
-class Supervisor:
-    """Process of the command `run`: has ranks forked, passes signals on to rank 0, and ends last."""
+def supervise(program: Program) -> NoReturn:
+    """Run a program in forked ranks; exit as rank 0 does. In each rank, raise `SystemExit` at its end."""
+    threads = [thread.name for thread in threading.enumerate()]
+    assert len(threads) == 1, f"an import started a thread: {threads}"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    requests, asked = socket.socketpair()
+    link, asking = socket.socketpair()
+    supervisor, passed_on = os.getpid(), mmap.mmap(-1, 1)  # the last signal passed on, for all ranks
+    zygote_pid = fork()
+    if zygote_pid == 0:
+        requests.close()
+        link.close()
+        try:
+            start, files = serve(asked, supervisor)
+            if start.environment is None:
+                forked_by_zygote(None)
+                become_supervised(SupervisorLink(asking, supervisor), passed_on)
+            else:
+                asking.detach()
+                _become_rank(start, start.environment, files)
+                forked_by_zygote(supervisor)
+                become_supervised(None, passed_on)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException as error:  # noqa: BLE001 (a fork must not continue as its parent)
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+            os._exit(_CANNOT_BEGIN)
+        run_as_main(start.program)
+    asked.close()
+    asking.close()
+    zygote = Zygote(requests)
+    first = zygote.start(Start(program=program), {})
+    host = JobHost(zygote, first, link)
+    for target in (
+        lambda: _pass_signals_on(host, passed_on),
+        lambda: host.lost_zygote(zygote_pid, os.waitstatus_to_exitcode(os.waitpid(zygote_pid, 0)[1])),
+        lambda: _answer(link, host),
+    ):
+        threading.Thread(target=target, daemon=True).start()
+    first.wait()
+    code = host.end()
+    zygote.close()
+    _end_as(code)
 
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._passed_on = mmap.mmap(-1, 1)
-        """The last signal that was passed on, for all ranks."""
 
-    def run(self, program: Program) -> NoReturn:
-        """Run a program in forked ranks; exit as rank 0 does. In each rank, raise `SystemExit` at its end."""
-        threads = [thread.name for thread in threading.enumerate()]
-        assert len(threads) == 1, f"an import started a thread: {threads}"
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        requests, asked = socket.socketpair()
-        link, asking = socket.socketpair()
-        zygote_pid = fork()
-        if zygote_pid == 0:
-            requests.close()
-            link.close()
-            with last_resort():
-                start, files = serve(asked, self._pid)
-                self._become_rank(start, files, asking)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            run_as_main(start.program)
-        asked.close()
-        asking.close()
-        zygote = Zygote(requests)
-        first = zygote.start(Start(program=program), {})
-        host = JobHost(zygote, first, link)
-        for target in (
-            lambda: self._pass_signals_on(host),
-            lambda: host.lost_zygote(zygote_pid, os.waitstatus_to_exitcode(os.waitpid(zygote_pid, 0)[1])),
-            lambda: _answer(link, host),
-        ):
-            threading.Thread(target=target, daemon=True).start()
-        first.wait()
-        code = host.end()
-        zygote.close()
-        _end_as(code)
+def _become_rank(start: Start, environment: Mapping[str, str], files: Mapping[int, int]) -> None:
+    """Set up a fork as a rank but the first: files, working directory, environment."""
+    output = {1: 1, 2: 2}
+    if start.log is not None:
+        output = dict.fromkeys(output, os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+    wanted = {0: 0, **output, **files}
+    keep_files({n: present for n, present in wanted.items() if os.path.exists(f"/proc/self/fd/{present}")})
+    if start.cwd is not None:
+        os.chdir(start.cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if JOIN_VARIABLE in os.environ:  # another one is rank 0 until this one has joined
+        local_rank = max(1, local_rank)
+    read_rank_again(int(os.environ.get("RANK", local_rank)), local_rank)
 
-    def _become_rank(self, start: Start, files: Mapping[int, int], link: socket.socket) -> None:
-        """Set up a fork as a rank: files, working directory, environment, link to the supervisor."""
-        if start.environment is None:
-            forked_by_zygote(None)
-            become_supervised(SupervisorLink(link, self._pid), self._passed_on)
-            return
-        output = {1: 1, 2: 2}
-        if start.log is not None:
-            output = dict.fromkeys(output, os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
-        wanted = {0: 0, **output, **files}
-        link.detach()
-        keep_files(
-            {n: present for n, present in wanted.items() if os.path.exists(f"/proc/self/fd/{present}")}
-        )
-        if start.cwd is not None:
-            os.chdir(start.cwd)
-        os.environ.clear()
-        os.environ.update(start.environment)
-        forked_by_zygote(self._pid)
-        become_supervised(None, self._passed_on)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if JOIN_VARIABLE in os.environ:  # another one is rank 0 until this one has joined
-            local_rank = max(1, local_rank)
-        read_rank_again(int(os.environ.get("RANK", local_rank)), local_rank)
 
-    def _pass_signals_on(self, host: JobHost) -> None:
-        while True:
-            info = signal.sigwaitinfo(_PASSED_ON)
-            if info.si_code != _BY_KERNEL:
-                self._passed_on[0] = info.si_signo
-                host.send_signal_to_first(info.si_signo)
+def _pass_signals_on(host: JobHost, passed_on: mmap.mmap) -> None:
+    while True:
+        info = signal.sigwaitinfo(_PASSED_ON)
+        if info.si_code != _BY_KERNEL:
+            passed_on[0] = info.si_signo
+            host.send_signal_to_first(info.si_signo)
 
 
 def _end_as(code: int) -> NoReturn:
@@ -139,22 +148,20 @@ def _end_as(code: int) -> NoReturn:
 
 
 def _answer(link: socket.socket, host: JobHost) -> None:
-    """Call the methods of `host` that rank 0 requests, and send the results, until rank 0 ends."""
+    """Call the methods of `host` that rank 0 asks for, and send the results, until rank 0 ends."""
     while (received := receive(link)) is not None:
         (number, name, args, options), files = received
         result: Any
         try:
-            result = getattr(host, name)(*args, **options, **({"handed": files[0]} if files else {}))
+            method = operator.attrgetter(name)(host)
+            result = method(*args, **options, **({"handed": files[0]} if files else {}))
         except Exception as error:  # noqa: BLE001 (raised in rank 0)
             result = error
         host.tell_first(number, result)
 
 
 class JobHost(LocalProcesses):
-    """Holder of a node's store, control server and other ranks, which its rank 0, `first`, requests.
-
-    Methods that `SupervisorLink` has as well are called in the thread that serves rank 0.
-    """
+    """Holder of a node's store, control server and other ranks, for its rank 0, `first`."""
 
     def __init__(self, zygote: Zygote, first: Fork, link: socket.socket) -> None:
         self._zygote, self._first, self._link = zygote, first, link
@@ -162,13 +169,13 @@ class JobHost(LocalProcesses):
         self._failure: FailureRecord | None = None
         self._store: Any = None
         self._server: ControlServer | None = None
-        self._children = Children(self._ended, starter=self._start)
+        self.children = Children(self._ended, starter=self._start)
         self._has_lost_zygote = self._is_ending = False
 
     @property
     def _job(self) -> Launch | None:
         """Rank 0's request to start the other ranks, while their job lasts; else None."""
-        return self._children.launch
+        return self.children.launch
 
     # ------------------------------------------------------------------ requests of rank 0
 
@@ -183,7 +190,7 @@ class JobHost(LocalProcesses):
         if self._server is not None:
             self._server.close()
         self._server = ControlServer(address, settings=settings, processes=self, **options)
-        ended = self._children.first_failure()
+        ended = self.children.first_failure()
         if ended is not None:  # one that will not come
             self._server.tell(Exited(ended))
         return self._server.port
@@ -193,15 +200,8 @@ class JobHost(LocalProcesses):
         if handed is not None:
             command = replace(launch.command, handed=os.fdopen(handed, "rb"))
             launch = replace(launch, command=command)
-        self._children.launch = launch
-        self._children.start_all()
-
-    def kill_rank(self, rank: int) -> None:
-        self._children.kill_rank(rank)
-
-    def kill(self) -> None:
-        """Kill all ranks of this node but rank 0."""
-        self._children.kill()
+        self.children.launch = launch
+        self.children.start_all()
 
     def note_failure(self, record: FailureRecord) -> None:
         """Store the first failure of a job whose control server is on another node."""
@@ -212,7 +212,7 @@ class JobHost(LocalProcesses):
         self._wait_for_others()
         failure = self._verdict()
         self._close()
-        self._children, self._failure = Children(self._ended, starter=self._start), None
+        self.children, self._failure = Children(self._ended, starter=self._start), None
         return failure
 
     # ------------------------------------------------------------------ in the thread of the server
@@ -220,17 +220,17 @@ class JobHost(LocalProcesses):
     def kill_one(self, pid: int) -> None:
         if pid == self._first.pid:
             self._first.send_signal(signal.SIGKILL)
-        self._children.kill_one(pid)
+        self.children.kill_one(pid)
 
     def start_again(self, place: int, number: int) -> None:
-        if place == self._children.first_rank:
+        if place == self.children.first_rank:
             self._first.send_signal(signal.SIGKILL)
-        self._children.start_again(place, number)
+        self.children.start_again(place, number)
 
     def failed(self, record: FailureRecord) -> None:
         """Send SIGCONT to all ranks, to hear of the failure; start the guard's countdown to their end."""
         self._first.send_signal(signal.SIGCONT)
-        self._children.send_signal(signal.SIGCONT)
+        self.children.send_signal(signal.SIGCONT)
         if self._job is not None:
             is_gone = self._first.returncode is not None
             grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
@@ -263,7 +263,7 @@ class JobHost(LocalProcesses):
 
     def send_signal_to_first(self, number: int) -> None:
         """Send a signal to the lowest rank of this node that still runs."""
-        processes = [self._first, *self._children.procs]
+        processes = [self._first, *self.children.procs]
         running = next((process for process in processes if process.returncode is None), None)
         if running is not None:
             running.send_signal(number)
@@ -273,27 +273,27 @@ class JobHost(LocalProcesses):
         if self._is_ending:
             return
         self._has_lost_zygote = True
-        who = Identity(rank=-1, node_rank=self._children.node_rank, pid=pid)
+        who = Identity(rank=-1, node_rank=self.children.node_rank, pid=pid)
         record = FailureRecord.of_identity(who, f"the process that forks the ranks {describe_exit(code)}")
         if self._server is not None:
             self._server.tell(Failed(record))
         else:
             show_report(record)
             self._first.send_signal(signal.SIGKILL)
-            self._children.kill()
+            self.children.kill()
 
     def end(self) -> int:
         """Wait for all ranks to end, print the failure that ended the job, and return the exit code."""
         self._is_ending = not self._has_lost_zygote
         code = self._first.returncode or 0
-        node_rank = self._children.node_rank
-        who = Identity(rank=self._children.first_rank, node_rank=node_rank, pid=self._first.pid)
+        node_rank = self.children.node_rank
+        who = Identity(rank=self.children.first_rank, node_rank=node_rank, pid=self._first.pid)
         if self._job is not None and not self._has_lost_zygote:
             self._ended(exit_record(who, 0 if code == PREEMPTED else code))
         self._wait_for_others()
         failure, server = self._verdict(), self._server
         has_gone_on = server is not None and failure is None and self._is_left_behind()
-        codes = {code, *(process.returncode for process in self._children.procs)}
+        codes = {code, *(process.returncode for process in self.children.procs)}
         self._close()
         if has_gone_on:
             return 0
@@ -307,18 +307,18 @@ class JobHost(LocalProcesses):
         server, code = self._server, self._first.returncode
         grace_s = 0.0 if self._job is None else self._job.grace_s
         ends_at = time.monotonic() + max(0.0 if code else _EXIT_GRACE_S, grace_s + _LATER_S)
-        if code and server is None and self._children.node_rank == 0:
-            self._children.kill()  # nobody has told them
-        while not self._children.join(_LOOK_EVERY_S):
+        if code and server is None and self.children.node_rank == 0:
+            self.children.kill()  # nobody has told them
+        while not self.children.join(_LOOK_EVERY_S):
             if self._is_left_behind():
                 ends_at = math.inf
             elif server is not None and code is not None and not (code and server.goes_on and server.has_met):
-                for process in self._children.procs:
+                for process in self.children.procs:
                     # one that has not connected does not hear that rank 0 is gone
                     if not server.knows(Identity(rank=-1, node_rank=0, pid=process.pid)):
                         process.send_signal(signal.SIGKILL)
             if time.monotonic() > ends_at:
-                self._children.end(0.0)
+                self.children.end(0.0)
 
     def _is_left_behind(self) -> bool:
         """Return True if the other ranks continue without rank 0, as far as is known here."""
@@ -332,7 +332,7 @@ class JobHost(LocalProcesses):
         """Return the job's first failure or None, after a short wait if a rank of this node has failed."""
         if self._server is None:
             return self._failure
-        has_failed = any(process.returncode for process in [self._first, *self._children.procs])
+        has_failed = any(process.returncode for process in [self._first, *self.children.procs])
         waits = has_failed and not self._is_left_behind()
         return self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if waits else 0.0)
 
@@ -341,4 +341,4 @@ class JobHost(LocalProcesses):
         if self._server is not None:
             self._server.close()
         self._server = None
-        self._children.end(0.0)
+        self.children.end(0.0)

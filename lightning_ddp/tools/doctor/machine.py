@@ -24,7 +24,7 @@ from lightning_ddp.comm.group import InThread
 from lightning_ddp.comm.nccl import connect, default_implementation, memory_problem
 from lightning_ddp.errors import ConfigurationError, LightningDDPError
 from lightning_ddp.launch.environment import nodes_of, variables_by_hand
-from lightning_ddp.launch.interface import interfaces, route_to
+from lightning_ddp.launch.rendezvous import interfaces, route_to
 from lightning_ddp.tools.command_line import describe_machine
 from lightning_ddp.tools.ranks import synchronize
 

@@ -1,28 +1,102 @@
-"""The end of a process after a failure: its time limit, and what it prints."""
+"""The end of a process: by signals, by its time limit after a failure, and what it prints."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import re
+import signal
+import socket
 import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
-from typing import Any, TextIO
+import types
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TextIO
 
+from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp.supervise.failure_detection import REPORTS_A_TIMEOUT
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
+from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.settings import SupervisionSettings
 
-_LATER_S = 1.0
-"""Seconds after the others at which a launching process kills those that it has started."""
-_LAST_WORDS_S = 15.0
-"""Seconds that a launching process may take to end its children and to report."""
+LONG_S = 5.0
+_IGNORED_WITHIN_S = 60.0
+_POLL_S = 0.02
+_LATER_S = 1.0  # seconds after the others at which a launching process kills those that it has started
+_LAST_WORDS_S = 15.0  # seconds that a launching process may take to end its children and to report
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _WIDTH = 100
 _BOLD_RED, _FAINT, _PLAIN = "\033[1;31m", "\033[2m", "\033[0m"
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@contextmanager
+def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, None]:
+    """Print what this rank waits for, once it has been in this context for 5 s; calls `what` in a thread."""
+
+    def tell() -> None:
+        who = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+        print(f"lightning_ddp: {who} has waited {LONG_S:g} s for {what()}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(LONG_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def waiting(
+    environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
+) -> Generator[None, None, None]:
+    """Return a context for waiting: one process per node says so after 5 s; signals end the process.
+
+    SIGTERM and Ctrl-C end it at once, also in C++, unless it is not the main thread that waits. Signals that
+    are ignored, and a handler of the script for Ctrl-C, stay as they are.
+    """
+    with ExitStack() as stack:
+        if environment.local_rank() == 0:
+            rank = environment.global_rank() if rank is None else rank  # which it may not know yet
+            stack.enter_context(tell_long_wait(rank, what))
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before = signal.getsignal(number)
+                is_scripts = number == signal.SIGINT and before is not signal.default_int_handler
+                if before not in (None, signal.SIG_IGN) and not is_scripts:
+                    stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
+        yield
+
+
+def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], None]) -> None:
+    """Let a second Ctrl-C end this process and its children at once.
+
+    Lightning ignores SIGINT while it shuts down, from a moment that it does not announce. So a thread waits
+    for that, and calls the main thread, which alone may set a handler.
+    """
+
+    def end(number: int, frame: types.FrameType | None) -> None:
+        kill_children()
+        os._exit(128 + number)
+
+    def replace_ignoring() -> None:
+        deadline = time.monotonic() + _IGNORED_WITHIN_S
+        while signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            if time.monotonic() > deadline:
+                return  # somebody has caught the first one and goes on
+            time.sleep(_POLL_S)
+        alarm.call(lambda: signal.signal(signal.SIGINT, end))
+
+    threading.Thread(target=replace_ignoring, daemon=True, name="second-interrupt").start()
+
+
+# ---------------------------------------------------------------------- after a failure
 
 
 class EndLimit:
@@ -55,11 +129,7 @@ class EndLimit:
         return left_s
 
     def expect_progress(self, is_running: bool | None = None) -> None:
-        """Restart the timer that ends this process if it runs no Python code within `stall_timeout`.
-
-        Args:
-            is_running: whether a run begins or ends; None if this process has just executed Python.
-        """
+        """Restart the timer that ends this process if it runs no Python code within `stall_timeout`."""
         stall_s = self.settings.stall_timeout_s
         with self._lock:
             self._is_running = self._is_running if is_running is None else is_running
@@ -78,16 +148,8 @@ class EndLimit:
 
 
 def _end_after(limit_s: float) -> None:
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=_standard_error())
-
-
-def _standard_error() -> Any:
-    """Return standard error as a stream, or its descriptor, to which C code can write."""
-    for stream in (sys.stderr, sys.__stderr__):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.fileno()  # type: ignore[union-attr]
-            return stream
-    return 2
+    standard_error = 2  # C code writes to it: a notebook's stream has no descriptor
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=standard_error)
 
 
 def exit_now(code: int) -> None:
