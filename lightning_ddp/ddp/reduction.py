@@ -14,7 +14,8 @@ from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket
 from lightning_ddp.errors import CommHookError
-from lightning_ddp.shm.shared_memory import Deferred, SharedMemory, Worker
+from lightning_ddp.shm.shared_memory import SharedMemory
+from lightning_ddp.shm.worker import Deferred, Worker
 
 _INLINE_BYTES = 2 * 1024 * 1024
 """Largest last bucket that the waiting thread reduces itself: waking another thread would take as long as the
@@ -64,7 +65,7 @@ class Reduction:
     def __init__(self, group: Group, memory: SharedMemory | None = None) -> None:
         self._group = group
         self._memory = memory
-        self._worker = Worker(group.interrupt.activity.busy if group.interrupt is not None else None)
+        self._worker = Worker("lightning_ddp reduce", group)
         self.hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the built-in mean."""
         self.state: Any = None

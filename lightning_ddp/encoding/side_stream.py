@@ -20,7 +20,8 @@ from lightning_ddp._torch import all_gather_flat
 from lightning_ddp.comm.group import JOB_MARK, Group
 from lightning_ddp.comm.subgroups import sibling_group
 from lightning_ddp.errors import LightningDDPError
-from lightning_ddp.shm.shared_memory import Deferred, open_staging
+from lightning_ddp.shm.shared_memory import open_staging
+from lightning_ddp.shm.worker import Deferred
 
 Wait = Callable[[], torch.Tensor]
 _Job = Callable[[], torch.Tensor | None]
