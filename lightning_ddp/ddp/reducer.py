@@ -20,8 +20,7 @@ import torch
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, BucketSpec
-from lightning_ddp.ddp.gradient_errors import BackwardFailures, Board, refuse_double_backward
-from lightning_ddp.ddp.gradients import Gradients, find_tensors
+from lightning_ddp.ddp.gradients import BackwardFailures, Gradients, find_tensors, refuse_double_backward
 from lightning_ddp.ddp.layout import NETWORK_CAPS_BYTES, BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
 from lightning_ddp.errors import CommHookError, MissingGradientError
@@ -69,7 +68,7 @@ class Reducer:
         self._group = group
         self._device = device
         self.reduction = Reduction(group, memory)
-        self.failures = BackwardFailures(Board(group, token), self.layout.names)
+        self.failures = BackwardFailures(group, token, self.layout.names)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()  # autograd has a thread for each device
         self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
@@ -389,7 +388,7 @@ class Reducer:
 
     def _watch(self, state: BackwardState) -> Callable[[float], None]:
         """Return a callback for waits of this backward that raises if another rank lacks gradients."""
-        return self.failures.board.watch(state.step, state.num_taken)
+        return self.failures.watch(state.step, state.num_taken)
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
         """Start the sum of a bucket over the ranks; return its future. torch's own hooks call this method."""

@@ -20,7 +20,7 @@ from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.ddp.bucket import sparse_parameters
-from lightning_ddp.ddp.gradient_errors import BackwardFailures
+from lightning_ddp.ddp.gradients import BackwardFailures
 from lightning_ddp.ddp.layout import BucketLayout
 from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module import BucketedDDP
