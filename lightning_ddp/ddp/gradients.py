@@ -17,8 +17,7 @@ import torch
 
 from lightning_ddp._torch import gradient_hooks_of, tree_leaves
 from lightning_ddp.comm.group import Group, InThread, uploaded
-from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.layout import BucketLayout, ReducerOptions
+from lightning_ddp.ddp.bucket import Bucket, BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
 from lightning_ddp.errors import BackwardOrderError, MissingGradientError
 

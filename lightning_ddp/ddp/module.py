@@ -25,9 +25,8 @@ from lightning_ddp._torch import (
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
-from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
+from lightning_ddp.ddp.bucket import Bucket, ReducerOptions, bucket_caps_bytes, sparse_parameters
 from lightning_ddp.ddp.buffers import Buffers, Moment, when_to_broadcast
-from lightning_ddp.ddp.layout import ReducerOptions, bucket_caps_bytes
 from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module_checks import (
     ParameterPlaces,

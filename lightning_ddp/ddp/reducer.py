@@ -19,9 +19,8 @@ import torch
 
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.bucket import Bucket, BucketSpec
+from lightning_ddp.ddp.bucket import NETWORK_CAPS_BYTES, Bucket, BucketLayout, BucketSpec, ReducerOptions
 from lightning_ddp.ddp.gradients import BackwardFailures, Gradients, find_tensors, refuse_double_backward
-from lightning_ddp.ddp.layout import NETWORK_CAPS_BYTES, BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.hosts import Hosts

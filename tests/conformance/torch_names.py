@@ -19,9 +19,8 @@ from torch.nn.parallel import distributed as torch_ddp
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
 from lightning_ddp.comm.collectives import broadcast_coalesced
-from lightning_ddp.ddp.bucket import sparse_parameters
+from lightning_ddp.ddp.bucket import BucketLayout, sparse_parameters
 from lightning_ddp.ddp.gradients import BackwardFailures
-from lightning_ddp.ddp.layout import BucketLayout
 from lightning_ddp.ddp.mixed_precision import MixedPrecision
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.module_checks import trainable_parameters

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp.averaging import parse_averager
-from lightning_ddp.ddp.layout import bucket_caps_bytes
+from lightning_ddp.ddp.bucket import bucket_caps_bytes
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook
 from lightning_ddp.telemetry.timeline import load_folder
