@@ -27,8 +27,11 @@ from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.bucket import Bucket, ReducerOptions, bucket_caps_bytes, sparse_parameters
 from lightning_ddp.ddp.buffers import Buffers, Moment, when_to_broadcast
-from lightning_ddp.ddp.mixed_precision import MixedPrecision
-from lightning_ddp.ddp.module_checks import (
+from lightning_ddp.ddp.reducer import Reducer
+from lightning_ddp.ddp.reduction import CommHook
+from lightning_ddp.ddp.replica_hash import differing_state, state_of_optimizers
+from lightning_ddp.ddp.wrapped_module import (
+    MixedPrecision,
     ParameterPlaces,
     check_backend,
     check_device_ids,
@@ -37,9 +40,6 @@ from lightning_ddp.ddp.module_checks import (
     trainable_parameters,
     verify_across_ranks,
 )
-from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.reduction import CommHook
-from lightning_ddp.ddp.replica_hash import differing_state, state_of_optimizers
 from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError, require
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
