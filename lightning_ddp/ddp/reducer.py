@@ -33,8 +33,8 @@ _Hook = Callable[[torch.Tensor], None]
 class Reducer:
     """Engine that averages the gradients of `parameters` over the ranks of `group`, in buckets.
 
-    The parameters, all of which require gradients, are the same on all ranks, in the same order. If some
-    ranks share a host, construction is collective.
+    The parameters, all of which require gradients, are in the same order on all ranks. If some ranks share a
+    host, construction is collective.
 
     Args:
         device: device of the small tensors of exchanges between ranks.
@@ -149,12 +149,8 @@ class Reducer:
             parameter.requires_grad_(is_on)
 
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
-        """Return a parameter's gradient hook, which counts arrivals and starts a full bucket's reduction.
-
-        It is the hottest code of a step. Its reference to the reducer is weak, so that parameters do not keep
-        the reducer alive.
-        """
-        owner = weakref.ref(self)
+        """Return a parameter's gradient hook, which counts arrivals and starts a full bucket's reduction."""
+        owner = weakref.ref(self)  # parameters must not keep the reducer alive
         is_early = position in bucket.early and not self._are_hooks_learning
         note_unsynced = self._gradients.unsynced.add if self._gradients.finds_unused else None
 
@@ -192,9 +188,6 @@ class Reducer:
 
         Parameters in `absent` get no gradient on any rank, nor do those with `requires_grad` off. If the last
         backward was interrupted, wait for the reductions that it had launched.
-
-        Raises:
-            BackwardOrderError, MissingGradientError: the ranks cannot continue after an earlier step.
         """
         self.failures.check_usable()
         interrupted, self._backward = self._backward, None
@@ -214,13 +207,6 @@ class Reducer:
 
         for tensor in tensors:  # these hooks run first, and in the outermost of nested backwards
             tensor.register_hook(start)
-
-    def disarm(self) -> None:
-        """Let gradients accumulate without synchronization until `arm`."""
-        if self._backward is not None:
-            self._backward.is_armed = False
-        for bucket in self.buckets:
-            bucket.armed = False
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
         """Undo a failed backward's changes of `.grad`; with `waits`, first wait for its unused reductions."""
@@ -310,7 +296,9 @@ class Reducer:
         state = self._backward
         assert state is not None
         self.recorder.end_backward()
-        self.disarm()
+        state.is_armed = False
+        for bucket in self.buckets:
+            bucket.armed = False
         self._close_buckets(state)
         absent = self._gradients.absent()
         exchange = self._gradients.start_exchange(absent)

@@ -62,31 +62,27 @@ def check_process_group(process_group: Any | None, device_mesh: Any | None) -> A
     """Return the process group to use: the given group, that of the mesh, or the default group."""
     if process_group is not None and device_mesh is not None:
         raise ProcessGroupError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is not None:
-        return _group_of_mesh(device_mesh)
     if process_group is not None:
         return process_group
-    if not (dist.is_available() and dist.is_initialized()):
+    if device_mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ProcessGroupError(
+                "no process group. Call torch.distributed.init_process_group first, or pass process_group=."
+            )
+        return dist.group.WORLD
+    if device_mesh.ndim != 1:
         raise ProcessGroupError(
-            "no process group. Call torch.distributed.init_process_group first, or pass process_group=."
+            f"Only 1D device mesh is supported, but this one has {device_mesh.ndim} dimensions:"
+            f" {device_mesh}. Slice the data-parallel dimension out of it (mesh['dp'])."
         )
-    return dist.group.WORLD
-
-
-def _group_of_mesh(mesh: Any) -> Any:
-    if mesh.ndim != 1:
-        raise ProcessGroupError(
-            f"Only 1D device mesh is supported, but this one has {mesh.ndim} dimensions: {mesh}."
-            " Slice the data-parallel dimension out of it (mesh['dp'])."
-        )
-    root = root_of_mesh(mesh)
-    if root != mesh:
+    root = root_of_mesh(device_mesh)
+    if root != device_mesh:
         raise ProcessGroupError(
             f"device_mesh is a part of {root}, and tensor parallelism inside the module (DTensor"
             " parameters) is not supported. Pass process_group=mesh.get_group() for a module of plain"
             " tensors."
         )
-    return mesh.get_group(mesh_dim=0)
+    return device_mesh.get_group(mesh_dim=0)
 
 
 def check_backend(

@@ -55,10 +55,6 @@ class Hosts:
         """The ranks of this rank's host, itself included."""
         return next(ranks for ranks in self.by_host if self.rank in ranks)
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        return tuple(ranks[0] for ranks in self.by_host)
-
 
 def find_hosts(group: Group, device: torch.device, host: str | None = None) -> Hosts | None:
     """Return which ranks share a host, and so can use shared memory; None if it is not to be used.

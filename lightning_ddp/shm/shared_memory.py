@@ -79,12 +79,6 @@ class Arena:
         """Return `count` 64-bit integers from byte `offset` on, which must be a multiple of 8."""
         return memoryview(self._buffer).cast("B")[offset : offset + 8 * count].cast("q")
 
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the byte offset of a contiguous tensor in this memory; None if it lies elsewhere."""
-        offset = tensor.data_ptr() - self.address
-        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= self.nbytes
-        return offset if is_inside else None
-
 
 class OwnArena(Arena):
     """Shared memory that this rank has created, which peers can map until `close_descriptor`.
@@ -284,7 +278,8 @@ class SharedMemory:
         for arena in self._own:
             arena.close_descriptor()
         if offers is not None and not self.is_one_host:
-            self._leaders = sub_group(self._group, self._hosts.leaders, _CPU)
+            leaders = tuple(ranks[0] for ranks in self._hosts.by_host)
+            self._leaders = sub_group(self._group, leaders, _CPU)
         return offers is not None
 
     def _tell(self, tickets: list[_Ticket]) -> list[list[_Ticket]] | None:
@@ -328,10 +323,10 @@ class SharedMemory:
     # ------------------------------------------------------------------ all-reduce
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the index of the shared memory block with a tensor, and the offset there, or None."""
+        """Return the number of the arena with a contiguous tensor, and the offset there in bytes, or None."""
         for number, arena in enumerate(self._own):
-            offset = arena.offset_of(tensor)
-            if number and offset is not None:
+            offset = tensor.data_ptr() - arena.address
+            if number and 0 <= offset <= arena.nbytes - tensor.nbytes:
                 return number, offset
         return None
 
