@@ -246,8 +246,7 @@ def signal_when_waiting(activity: Activity, signal_number: int, sent_at: list[fl
     os.kill(os.getpid(), signal_number)
 
 
-@pytest.mark.parametrize("with_hook", [False, True], ids=["built-in", "comm hook"])
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(("name", "with_hook"), [("SIGUSR1", False), ("SIGINT", True)])
 def test_a_signal_handler_runs_while_a_collective_is_pending(name, with_hook, tmp_path):
     fifo = tmp_path / "release"
     os.mkfifo(fifo)
