@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from models import x_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,10 +38,6 @@ def net() -> nn.Module:
     for _ in range(NUM_LAYERS):
         layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     return Users(nn.Sequential(*layers))
-
-
-def x_of(rank: int, step: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 def outside(module: nn.Module, options: dict[str, Any], backend: Any) -> tuple[nn.Module, Any]:
@@ -74,7 +71,7 @@ def losses_of(rank: int, model: nn.Module, call: Any, num_steps: int) -> list[fl
     losses = []
     for step in range(num_steps):
         optimizer.zero_grad()
-        loss = call(x_of(rank, step)).square().mean()
+        loss = call(x_of(rank, step, WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -150,7 +147,7 @@ def overlap(rank, world_size, way, options):
     for step in range(3):
         arrived.clear()
         still_missing.clear()
-        call(x_of(rank, step)).square().mean().backward()
+        call(x_of(rank, step, WIDTH)).square().mean().backward()
     return still_missing
 
 
@@ -174,7 +171,7 @@ def graphs_by_cap(rank, world_size, wrap_name, caps):
         backend = Counts()
         wrap = DistributedDataParallel if wrap_name == "torch" else BucketedDDP
         call = torch.compile(wrap(net(), bucket_cap_mb=cap), backend=backend)
-        call(x_of(rank, 0)).sum().backward()
+        call(x_of(rank, 0, WIDTH)).sum().backward()
         counts.append(backend.num_graphs)
     return counts
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
 from harness import on_ranks, run_ranks, run_threads
+from models import x_of
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -38,10 +39,6 @@ class Net(nn.Module):
 def net(width: int = 8) -> Net:
     torch.manual_seed(3)
     return Net(width)
-
-
-def x_of(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 def train(model: nn.Module, rank: int, num_steps: int = 3) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from comparison import assert_all_as_torch, grads_of, state_of
 from harness import on_ranks
+from models import filled
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -17,16 +18,6 @@ from lightning_ddp.errors import BackwardOrderError
 NUM_ROWS = 14
 VIEW, NO_VIEW = ({"gradient_as_bucket_view": is_view} for is_view in (True, False))
 LAYOUTS: list[dict[str, Any]] = [VIEW, NO_VIEW, {"bucket_cap_mb": 1e-6, **VIEW}]
-
-
-def filled(module: nn.Module, seed: int = 5) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 4)
-            if p.is_complex():
-                p.add_(1j * torch.randn(p.shape, generator=generator))
-    return module
 
 
 def steps_of(rank: int, _: int, wrap: Any, make: type[nn.Module], options: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ def seeded(name: str) -> nn.Module:
 
 
 def inputs(rank: int, step: int) -> Tensor:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    x = models.x_of(rank, step)
     # while both ranks go on, each uses the optional layer in every other step, and not in the same one
     x[0, 0] = 1.0 if step >= 2 or (rank + step) % 2 else -1.0
     return x
