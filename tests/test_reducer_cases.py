@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import grads_of
 from harness import on_ranks, run_ranks, run_threads
 from models import MLP, batch, build
 from torch import Tensor, nn
@@ -26,10 +27,6 @@ ONE_BUCKET_EACH_MB = 1e-6  # one byte: every parameter has a bucket of its own
 def backward_of_batch(model: nn.Module, name: str, rank: int, step: int) -> None:
     inputs, labels = batch(name, rank, step)
     cross_entropy(model(inputs), labels).backward()
-
-
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def mean_over_ranks(tensors: dict[str, Tensor], world_size: int, group: Any) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import host_with, on_ranks, run_ranks, run_ranks_outcomes, run_threads, run_threads_outcomes
+from harness import host_with, on_ranks, run_ranks, run_ranks_outcomes, run_threads
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -195,18 +195,6 @@ def test_a_deadline_knows_who_has_not_come() -> None:
         return absent, interrupt.activity.absent
 
     assert run_threads(rank_main, 4) == [((1, 3), ()), ((), ()), ((1, 3), ()), ((), ())]
-
-
-def test_a_rank_that_lets_go_of_its_memory_ends_the_wait_of_others() -> None:
-    def rank_main(rank, _, group):
-        memory, tensors = connected(group, [(4, torch.float32)])
-        if rank == 0:
-            memory.all_reduce(tensors[0])
-
-    first, second = run_threads_outcomes(rank_main, 2)
-    assert first.status == "raised"
-    assert "connection closed by peer: rank 1" in first.message
-    assert second.status == "returned"
 
 
 @on_ranks(2)
