@@ -47,21 +47,17 @@ class Recipe:
     """How a model is trained; everything that both wrappers are given alike."""
 
     wrapper: dict[str, Any] = field(default_factory=lambda: {"gradient_as_bucket_view": True})
-    """Arguments of the wrapper."""
     optimizer: str = "sgd"
     """`sgd` with momentum, or `adam`."""
     num_micro_batches: int = 1
     """All but the last of them run inside `no_sync`."""
     clip_norm: float | None = None
-    """Limit of the gradient norm, over all parameters."""
     dtype: torch.dtype = torch.float32
-    """Of parameters and inputs."""
     autocast: bool = False
     """Whether forward runs under bfloat16 autocast."""
     set_to_none: bool = True
     """Argument of `zero_grad`."""
     channels_last: bool = False
-    """Whether the parameters are converted to channels_last before they are wrapped."""
     num_forwards: int = 1
     """Forward passes whose losses are added before the one backward."""
     num_backwards: int = 1
@@ -81,6 +77,7 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
     if recipe.channels_last:
         module = module.to(memory_format=torch.channels_last)
     model = wrap(module, **recipe.wrapper)
+    is_ours = isinstance(model, BucketedDDP)
     if recipe.hook is not None:
         model.register_comm_hook(*recipe.hook())
     trainable = [p for p in module.parameters() if p.requires_grad]
@@ -98,7 +95,7 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
         if recipe.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(trainable, recipe.clip_norm)
             assert norm > recipe.clip_norm or step > 0, "the first step must be clipped"
-        if recipe.channels_last and recipe.wrapper["gradient_as_bucket_view"]:
+        if recipe.channels_last and is_ours and recipe.wrapper["gradient_as_bucket_view"]:
             assert all(p.grad.stride() == p.stride() for p in trainable)
         grads.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
         optimizer.step()
@@ -132,26 +129,19 @@ def compare(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]], worl
     differences = []
     for step, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         what = f"step {step} gradient of" if step < NUM_STEPS else "final"
-        differences += compare_tensors(what, our, their, world_size)
-    return differences
-
-
-def compare_tensors(
-    what: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], world_size: int
-) -> list[str]:
-    if ours.keys() != theirs.keys():
-        return [f"{what}: names differ: {sorted(ours.keys() ^ theirs.keys())}"]
-    largest = max(t.abs().max().item() for t in theirs.values() if t.is_floating_point())
-    differences = []
-    for name, expected in theirs.items():
-        found = ours[name]
-        if found.dtype != expected.dtype or found.shape != expected.shape:
-            differences.append(
-                f"{what} {name}: {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
-            )
-        elif not is_same(found, expected, world_size, largest):
-            error = (found.double() - expected.double()).abs().max().item()
-            differences.append(f"{what} {name}: differs by up to {error:.3g} (largest: {largest:.3g})")
+        if our.keys() != their.keys():
+            differences.append(f"{what}: names differ: {sorted(our.keys() ^ their.keys())}")
+            continue
+        largest = max(t.abs().max().item() for t in their.values() if t.is_floating_point())
+        for name, expected in their.items():
+            found = our[name]
+            if found.dtype != expected.dtype or found.shape != expected.shape:
+                differences.append(
+                    f"{what} {name}: {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
+                )
+            elif not is_same(found, expected, world_size, largest):
+                error = (found.double() - expected.double()).abs().max().item()
+                differences.append(f"{what} {name}: differs by up to {error:.3g} (largest: {largest:.3g})")
     return differences
 
 
