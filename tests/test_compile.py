@@ -11,7 +11,6 @@ import torch
 from harness import run_ranks
 from models import x_of
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
 
@@ -161,25 +160,3 @@ def test_buckets_are_launched_while_the_compiled_backward_still_runs(way) -> Non
         assert still_missing == sorted(still_missing, reverse=True)
         assert still_missing[0] >= 2 * (NUM_LAYERS - 2), "early buckets must not wait for the last layers"
         assert still_missing[-1] <= 1
-
-
-def graphs_by_cap(rank, world_size, wrap_name, caps):
-    single_threaded()
-    counts = []
-    for cap in caps:
-        torch._dynamo.reset()
-        backend = Counts()
-        wrap = DistributedDataParallel if wrap_name == "torch" else BucketedDDP
-        call = torch.compile(wrap(net(), bucket_cap_mb=cap), backend=backend)
-        call(x_of(rank, 0, WIDTH)).sum().backward()
-        counts.append(backend.num_graphs)
-    return counts
-
-
-@pytest.mark.slow
-def test_the_graph_is_split_into_as_many_parts_as_under_torch() -> None:
-    caps = [25, 2 * ONE_LAYER_EACH_MB, ONE_LAYER_EACH_MB]  # as few as one part, and several
-    expected = run_ranks(graphs_by_cap, 2, "torch", caps, timeout_s=120)
-    assert expected[0] == sorted(expected[0])
-    assert expected[0][-1] > 1
-    assert run_ranks(graphs_by_cap, 2, "ours", caps, timeout_s=120) == expected
