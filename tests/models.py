@@ -159,6 +159,13 @@ def filled(module: Any, seed: int = 5) -> Any:
     return module
 
 
+def done(value: Any) -> torch.futures.Future[Any]:
+    """What a communication hook returns that has reduced its bucket to this, or failed with it."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    (future.set_exception if isinstance(value, Exception) else future.set_result)(value)
+    return future
+
+
 def x_of(rank: int, step: int = 0, width: int = 4) -> Tensor:
     """Three inputs, different for every rank and step."""
     return torch.randn(3, width, generator=torch.Generator().manual_seed(100 * rank + step))
