@@ -103,24 +103,20 @@ class Channel:
                 start = time.perf_counter()
                 result = job()
                 self.busy_s += time.perf_counter() - start
-                future.set_result(self._anchored(result))
+                if result is None:
+                    result = torch.empty(0, device=self.device)
+                elif result.device.type != self.device.type:
+                    raise RuntimeError(
+                        f"a job of the channel on {self.device} returned a tensor on {result.device}, so its"
+                        " queued work cannot be waited for. Return a tensor of that device, or None."
+                    )
+                future.set_result(result)
         except (LightningDDPError, RuntimeError) as error:
             self._fail(future, error)
         except Exception as error:  # noqa: BLE001 (any error is passed to the waiting thread)
             wrapped = RuntimeError(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             self._fail(future, wrapped)
-
-    def _anchored(self, result: torch.Tensor | None) -> torch.Tensor:
-        """Return a job's result on the channel's device, for which its future waits; empty for None."""
-        if result is None:
-            return torch.empty(0, device=self.device)
-        if result.device.type != self.device.type:
-            raise RuntimeError(
-                f"a job of the channel on {self.device} returned a tensor on {result.device}, so its queued"
-                " work cannot be waited for. Return a tensor of that device, or None."
-            )
-        return result
 
     def _fail(self, future: torch.futures.Future[torch.Tensor], error: Exception) -> None:
         self._failure = self._failure or error
