@@ -225,7 +225,7 @@ class StateHasher:
             return
         part = self.cycle[self._position]
         self._position, self.num_hashed = self._position + 1, self.num_hashed + 1
-        hashed = Hashed(self.num_hashed, step, part.names, part.is_state, ())
+        hashed = Hashed(self.num_hashed, step, part.names, part.is_state, values=())
         values = part.compute()
         event: Any = None
         if values.device.type == "cuda":
@@ -236,7 +236,7 @@ class StateHasher:
         self._queued.append((hashed, values, event))
         while self._queued and (self._queued[0][2] is None or self._queued[0][2].query()):
             hashed, values, _ = self._queued.popleft()
-            hashed = hashed._replace(values=tuple(values.tolist()))
+            hashed = Hashed(*hashed[:-1], tuple(values.tolist()))
             self._kept.append(hashed)
             self._fresh.append(hashed)
 
