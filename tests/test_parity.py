@@ -177,7 +177,10 @@ def compare_transports(name: str, recipe: Recipe, rank: int, world_size: int) ->
     assert len(theirs) == NUM_STEPS + 1
     assert theirs[0], "the reference has no gradients"
     differences = []
+    has_one_bucket = name != "mixed_dtypes" and "bucket_cap_mb" not in recipe.wrapper
     for label, (transport, num_processors) in TRANSPORTS.items():
+        if has_one_bucket and num_processors > 1:
+            continue  # the last bucket is reduced by the thread that waits, with or without another one
         with host_with(num_processors):
             ours = train(partial(BucketedDDP, transport=transport), name, recipe, rank)
         differences += [f"{label}: {line}" for line in compare(ours, theirs, world_size)]
