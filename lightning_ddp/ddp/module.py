@@ -198,9 +198,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
             }
             token = verify_across_ranks(self._group, named, self.device, settings)
-        mixed: MixedPrecision | None = None
-        if mixed_precision is not None:
-            mixed = MixedPrecision(mixed_precision, module, frozenset(self.parameters_to_ignore))
+        ignored = frozenset(self.parameters_to_ignore)
+        mixed = None if mixed_precision is None else MixedPrecision(mixed_precision, module, ignored)
         self._mixed = mixed
         self._options = ReducerOptions(
             caps_bytes=caps_bytes,
@@ -306,12 +305,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the next backward pass is synchronized unless inside `no_sync`."""
         tell_dynamo()
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        with inside_forward(self.bucket_bytes_cap):
-            output = self.module(*inputs, **kwargs)
-        return self._post_forward(output)
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._has_prepared:
             self._prepare()
         is_training = torch.is_grad_enabled()
@@ -328,9 +321,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         if self._mixed is not None:
             self._mixed.cast_parameters()
             inputs, kwargs = self._mixed.cast_inputs((inputs, kwargs))
-        return inputs, kwargs
-
-    def _post_forward(self, output: Any) -> Any:
+        with inside_forward(self.bucket_bytes_cap):
+            output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.reducer.recorder.end_forward()
         self._sync_buffers_if_due("after_forward")
@@ -513,9 +505,9 @@ class BucketedDDP(Joinable, torch.nn.Module):
         Raises:
             ConfigurationError: There is no default process group.
         """
-        if not enable and not dist.is_initialized():
-            return nullcontext()
         if not dist.is_initialized():
+            if not enable:
+                return nullcontext()
             raise ConfigurationError(
                 "join() needs torch.distributed.init_process_group, because torch's Join communicates"
                 " through it"
