@@ -239,7 +239,7 @@ class Bucket:
         self._late = [i for i in range(self.size) if i not in self.early]
         self._late_params = [self.params[i] for i in self._late]
         self._late_views = [self.views[i] for i in self._late]
-        self._late_runs = _runs(self.flat, self.params, self.early)
+        self._late_runs = [] if spec.is_sparse else _runs(flat, self.params, self.early)
         self._has_late_only = bool(late_only)
         self._is_cast = any(p.dtype != spec.dtype for p in self.params)
         self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
