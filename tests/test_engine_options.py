@@ -251,14 +251,9 @@ torch.utils._pytree.register_pytree_node(
     serialized_type_name="tests.Registered",
 )
 
-NESTINGS = {
-    "dataclass": lambda loss: [Outputs(torch.zeros(()), {"k": (loss, None)})],
-    "namedtuple": lambda loss: Pair("x", {"k": [loss]}),
-    "pytree": lambda loss: {"k": Registered(torch.zeros(()), Pair(loss, Outputs(loss, {})))},
-}
 
-
-@pytest.mark.parametrize("nesting", NESTINGS)
-def test_the_search_finds_tensors_in_any_container(nesting) -> None:
+def test_the_search_finds_tensors_in_any_container() -> None:
     loss = torch.ones(())
-    assert any(found is loss for found in find_tensors(NESTINGS[nesting](loss)))
+    registered = Registered(torch.zeros(()), Pair("x", loss))
+    nested = [Outputs(torch.zeros(()), {"k": (registered, None)})]
+    assert any(found is loss for found in find_tensors(nested))
