@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from lightning_ddp.comm.group import Group
 
-_IDLE_S = 5.0
+_IDLE_S = 1.0
 _END_S = 1.0
 
 
