@@ -94,8 +94,8 @@ class StrategyCore:
 
     def _take_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Check and keep the arguments of both strategies; return those for Lightning's class."""
+        from lightning_ddp.ddp.bucket import bucket_caps_bytes
         from lightning_ddp.ddp.buffers import check_broadcast_buffers
-        from lightning_ddp.ddp.layout import bucket_caps_bytes
 
         check_transport(given["transport"])
         if given["process_group_backend"] is not None:

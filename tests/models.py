@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,3 +146,26 @@ def batch(name: str, rank: int, step: int, micro_batch: int = 0) -> tuple[Tensor
         return inputs, torch.randint(0, 11, (BATCH_SIZE,), generator=generator)
     inputs = torch.randn(BATCH_SIZE, *_SHAPES[name], generator=generator)
     return inputs, torch.randint(0, NUM_CLASSES, (BATCH_SIZE,), generator=generator)
+
+
+def filled(module: Any, seed: int = 5) -> Any:
+    """The module with weights of any dtype that follow from `seed` alone."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 4)
+            if p.is_complex():
+                p.add_(1j * torch.randn(p.shape, generator=generator))
+    return module
+
+
+def done(value: Any) -> torch.futures.Future[Any]:
+    """What a communication hook returns that has reduced its bucket to this, or failed with it."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    (future.set_exception if isinstance(value, Exception) else future.set_result)(value)
+    return future
+
+
+def x_of(rank: int, step: int = 0, width: int = 4) -> Tensor:
+    """Three inputs, different for every rank and step."""
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(100 * rank + step))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import on_ranks, run_threads, run_threads_outcomes
+from models import done
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
@@ -105,12 +106,6 @@ def test_a_search_that_finds_no_tensor_does_not_lose_gradients_in_silence(answer
 
 def raises(bucket: Any) -> Any:
     raise ZeroDivisionError("no norm")
-
-
-def done(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    (future.set_exception if isinstance(value, Exception) else future.set_result)(value)
-    return future
 
 
 HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp import layout
-from lightning_ddp.ddp.bucket import Bucket
-from lightning_ddp.ddp.layout import (
+from lightning_ddp.ddp import bucket as buckets
+from lightning_ddp.ddp.bucket import (
+    Bucket,
     BucketLayout,
     ParameterSpec,
     ReducerOptions,
@@ -81,13 +81,13 @@ def test_views_keep_strides_and_cover_the_flat_buffer() -> None:
     expanded = torch.nn.Parameter(torch.empty(6)[::2])
     specs = [ParameterSpec.of(dense), ParameterSpec.of(expanded)]
     (plan,) = plan_buckets(specs, [0, 1], caps_bytes=[10**6])
-    bucket = Bucket(0, plan, torch.zeros(plan.numel), [dense, expanded], ["a", "b"], is_last=True)
-    a, b = bucket.gradients()
+    made = Bucket(0, plan, torch.zeros(plan.numel), [dense, expanded], ["a", "b"], is_last=True)
+    a, b = made.gradients()
     assert a.stride() == dense.stride()
     assert b.shape == expanded.shape
     a.fill_(1)
     b.fill_(2)
-    assert bucket.buffer().tolist() == [1.0] * 120 + [2.0] * 3
+    assert made.buffer().tolist() == [1.0] * 120 + [2.0] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +107,7 @@ def test_buckets_start_at_multiples_of_512_bytes_of_one_memory_in_every_plan(dty
 
 
 def test_doctests() -> None:
-    for module in (failure_record, layout):
+    for module in (failure_record, buckets):
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -128,36 +129,32 @@ def run_program(rank, world_size, wrap, name, program, options) -> Any:
     return seen, state
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_outputs_and_gradients_are_those_under_torch_in_every_forward(name) -> None:
-    cases = [(name, program, {}) for program in PROGRAMS.values()]
+def test_outputs_and_gradients_are_those_under_torch_in_every_forward() -> None:
+    cases = [(name, program, {}) for name in MAKERS for program in PROGRAMS.values()]
     for by_rank in assert_all_as_torch(run_program, 2, cases):
         outputs, _ = by_rank[0]
         assert outputs[0].abs().max() > 0
         assert not torch.equal(outputs[0], by_rank[1][0][0]), "the ranks must have different inputs"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"broadcast_buffers": True},
-        {"broadcast_buffers": False},
-        {"forward_sync_buffers": True},
-        {"forward_sync_buffers": False},
-        {"broadcast_buffers": False, "init_sync": False},
-    ],
-    ids=str,
-)
-def test_the_flags_have_torchs_meaning(options) -> None:
-    programs = ("accumulates", "frozen later")
-    cases = [(name, PROGRAMS[p], options) for name in ("norms", "another buffer") for p in programs]
-    assert_all_as_torch(run_program, 2, cases)
+FLAGS = [
+    {"broadcast_buffers": True},
+    {"broadcast_buffers": False},
+    {"forward_sync_buffers": True},
+    {"forward_sync_buffers": False},
+    {"broadcast_buffers": False, "init_sync": False},
+]
+
+
+def test_the_flags_have_torchs_meaning() -> None:
+    programs = [PROGRAMS[name] for name in ("accumulates", "frozen later")]
+    assert_all_as_torch(run_program, 2, [*product(("norms", "another buffer"), programs, FLAGS)])
 
 
 # ---------------------------------------------------------------- what it costs
 
 
-def collectives_by_forward(rank, world_size, name, program, options):
+def collectives_by_forward(rank, name, program, options):
     """Collectives of each forward of the program, without those of its backward."""
     torch.manual_seed(7)
     model = BucketedDDP(MAKERS[name](), transport="gloo", **options)  # whose calls are counted
@@ -177,24 +174,25 @@ def collectives_by_forward(rank, world_size, name, program, options):
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "program", "expected"),
-    [
-        # the second forward tells all ranks the order of the buckets
-        ("norms", {}, "tttt|ee|t|e|FF", [0, 1, 0, 0, 1, 1, 0, 1, 1, 1]),
-        ("norms", {"broadcast_buffers": "auto"}, "ttF", [0, 1, 1]),
-        ("norms", {"broadcast_buffers": True}, "tttt", [1, 2, 1, 1]),
-        ("norms", {"forward_sync_buffers": True}, "tttt", [1, 2, 1, 1]),
-        ("norms", {"broadcast_buffers": False}, "ttt|e", [0, 1, 0, 0]),
-        ("norms", {"forward_sync_buffers": False}, "ttt|e", [0, 1, 0, 0]),
-        ("subclass", {}, "ttt", [1, 2, 1]),
-        ("another buffer", {}, "ttt", [1, 2, 1]),
-    ],
-)
-def test_training_steps_of_batch_norms_spend_no_collective_on_buffers(
-    name, options, program, expected
-) -> None:
-    assert run_ranks(collectives_by_forward, 2, name, program, options) == [expected] * 2
+SPENT = [
+    # the second forward tells all ranks the order of the buckets
+    ("norms", "tttt|ee|t|e|FF", {}, [0, 1, 0, 0, 1, 1, 0, 1, 1, 1]),
+    ("norms", "ttF", {"broadcast_buffers": "auto"}, [0, 1, 1]),
+    ("norms", "tttt", {"broadcast_buffers": True}, [1, 2, 1, 1]),
+    ("norms", "tttt", {"forward_sync_buffers": True}, [1, 2, 1, 1]),
+    ("norms", "ttt|e", {"broadcast_buffers": False}, [0, 1, 0, 0]),
+    ("norms", "ttt|e", {"forward_sync_buffers": False}, [0, 1, 0, 0]),
+    ("subclass", "ttt", {}, [1, 2, 1]),
+    ("another buffer", "ttt", {}, [1, 2, 1]),
+]
+
+
+def collectives_by_program(rank, world_size):
+    return [(*row[:3], collectives_by_forward(rank, *row[:3])) for row in SPENT]
+
+
+def test_training_steps_of_batch_norms_spend_no_collective_on_buffers() -> None:
+    assert run_ranks(collectives_by_program, 2) == [SPENT] * 2
 
 
 # ---------------------------------------------------------------- statistics changed behind our back
@@ -224,9 +222,8 @@ def statistics_changed_elsewhere(rank, world_size, wrap, change):
     return model(x()).detach()
 
 
-@pytest.mark.parametrize("change", ["module", "buffer"])
-def test_statistics_that_changed_outside_of_the_wrapper_are_copied_before_they_are_read(change) -> None:
-    assert_all_as_torch(statistics_changed_elsewhere, 2, [(change,)])
+def test_statistics_that_changed_outside_of_the_wrapper_are_copied_before_they_are_read() -> None:
+    assert_all_as_torch(statistics_changed_elsewhere, 2, [("module",), ("buffer",)])
 
 
 def test_sync_buffers_copies_at_once() -> None:
@@ -277,19 +274,12 @@ def test_ignored_buffers_stay_each_ranks_own() -> None:
 
 
 @on_ranks(1)
-def test_both_flags_warn_and_the_newer_one_counts(group) -> None:
-    with pytest.warns(
-        FutureWarning, match=r"broadcast_buffers=True is ignored, because forward_sync_buffers"
-    ):
+def test_both_flags_warn_and_the_newer_one_counts_and_bad_arguments_are_named(group) -> None:
+    with pytest.warns(FutureWarning, match="=True is ignored, because forward_sync_buffers"):
         model = BucketedDDP(Norms(), process_group=group, broadcast_buffers=True, forward_sync_buffers=False)
     assert model.forward_sync_buffers is False
-
-
-@on_ranks(1)
-def test_bad_arguments_are_named(group) -> None:
     with pytest.raises(ConfigurationError, match=r"broadcast_buffers='never': expected 'auto', True"):
         BucketedDDP(Norms(), process_group=group, broadcast_buffers="never")
-    model = BucketedDDP(Norms(), process_group=group)
     with pytest.raises(ConfigurationError, match=r"location='later': expected 'before_forward' or"):
         model.register_buffer_comm_hook(None, print, location="later")
     with pytest.raises(TypeError, match="buffer hook 3 must be callable"):

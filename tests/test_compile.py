@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from models import done, x_of
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
 
@@ -37,10 +37,6 @@ def net() -> nn.Module:
     for _ in range(NUM_LAYERS):
         layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     return Users(nn.Sequential(*layers))
-
-
-def x_of(rank: int, step: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 def outside(module: nn.Module, options: dict[str, Any], backend: Any) -> tuple[nn.Module, Any]:
@@ -74,7 +70,7 @@ def losses_of(rank: int, model: nn.Module, call: Any, num_steps: int) -> list[fl
     losses = []
     for step in range(num_steps):
         optimizer.zero_grad()
-        loss = call(x_of(rank, step)).square().mean()
+        loss = call(x_of(rank, step, WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -142,15 +138,13 @@ def overlap(rank, world_size, way, options):
 
     def hook(state, bucket):
         still_missing.append(len(names) - len(set(arrived)))
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return done(bucket.buffer())
 
     model.register_comm_hook(None, hook)
     for step in range(3):
         arrived.clear()
         still_missing.clear()
-        call(x_of(rank, step)).square().mean().backward()
+        call(x_of(rank, step, WIDTH)).square().mean().backward()
     return still_missing
 
 
@@ -164,25 +158,3 @@ def test_buckets_are_launched_while_the_compiled_backward_still_runs(way) -> Non
         assert still_missing == sorted(still_missing, reverse=True)
         assert still_missing[0] >= 2 * (NUM_LAYERS - 2), "early buckets must not wait for the last layers"
         assert still_missing[-1] <= 1
-
-
-def graphs_by_cap(rank, world_size, wrap_name, caps):
-    single_threaded()
-    counts = []
-    for cap in caps:
-        torch._dynamo.reset()
-        backend = Counts()
-        wrap = DistributedDataParallel if wrap_name == "torch" else BucketedDDP
-        call = torch.compile(wrap(net(), bucket_cap_mb=cap), backend=backend)
-        call(x_of(rank, 0)).sum().backward()
-        counts.append(backend.num_graphs)
-    return counts
-
-
-@pytest.mark.slow
-def test_the_graph_is_split_into_as_many_parts_as_under_torch() -> None:
-    caps = [25, 2 * ONE_LAYER_EACH_MB, ONE_LAYER_EACH_MB]  # as few as one part, and several
-    expected = run_ranks(graphs_by_cap, 2, "torch", caps, timeout_s=120)
-    assert expected[0] == sorted(expected[0])
-    assert expected[0][-1] > 1
-    assert run_ranks(graphs_by_cap, 2, "ours", caps, timeout_s=120) == expected

@@ -5,26 +5,22 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import namedtuple
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from comparison import assert_all_as_torch, grads_of, state_of
+from comparison import assert_all_as_torch, assert_same, grads_of, state_of
 from harness import on_ranks, run_ranks, run_threads
+from models import x_of
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.ddp.gradients import find_tensors
-from lightning_ddp.errors import (
-    BackwardOrderError,
-    MissingGradientError,
-    UnsuitableModuleError,
-)
-
-KIB = 1024
+from lightning_ddp.errors import BackwardOrderError, MissingGradientError, UnsuitableModuleError
 
 
 class Net(nn.Module):
@@ -45,10 +41,6 @@ def net(width: int = 8) -> Net:
     return Net(width)
 
 
-def x_of(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
 def train(model: nn.Module, rank: int, num_steps: int = 3) -> list[Any]:
     module = model.module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -64,38 +56,12 @@ def train(model: nn.Module, rank: int, num_steps: int = 3) -> list[Any]:
 # ---------------------------------------------------------------- buckets
 
 
-def with_options(rank, world_size, wrap, width, options):
-    return train(wrap(net(width), **options), rank)
+def with_views_or_not(rank, world_size, wrap, width, view):
+    return train(wrap(net(width), batched_grad_copy=True, gradient_as_bucket_view=view), rank)
 
 
 def test_gradients_do_not_depend_on_how_they_get_into_the_buckets() -> None:
-    cases = [
-        (width, {"batched_grad_copy": True, "gradient_as_bucket_view": view})
-        for width in (8, 256)
-        for view in (True, False)
-    ]
-    assert_all_as_torch(with_options, 2, cases)
-
-
-@pytest.mark.parametrize(
-    ("caps_mb", "expected"),
-    [
-        # from the last to the first: three.bias 8, three.weight 2048, two.bias 1024, two.weight 262144,
-        # one.bias 1024, one.weight 4096 bytes
-        ([2 / KIB, 3 / KIB, 1], [8, 3072, 267264]),
-        ([1], [270344]),
-        ([4 / KIB, 1 / KIB], [3080, 262144, 1024, 4096]),
-    ],
-)
-@on_ranks(2)
-def test_bucket_cap_mb_list_caps_the_first_bucket_the_second_and_all_that_follow(
-    rank, group, caps_mb, expected
-) -> None:
-    model = BucketedDDP(net(256), process_group=group, bucket_cap_mb_list=caps_mb)
-    for step in range(2):
-        output = model(x_of(rank, step))  # the second forward plans again
-        assert [bucket.flat.nbytes for bucket in model.reducer.buckets] == expected
-        output.sum().backward()
+    assert_all_as_torch(with_views_or_not, 2, [*product((8, 256), (True, False))])
 
 
 # ---------------------------------------------------------------- groups
@@ -132,12 +98,9 @@ def first(future: Any) -> Tensor:
 
 
 def test_after_a_rank_was_lost_the_others_average_over_fewer() -> None:
-    (plain, hooked) = assert_all_as_torch(goes_on_with_fewer, 3, [(False,), (True,)])
-    for by_rank in (plain, hooked):
-        assert len(by_rank[0]) == len(by_rank[1]) == 3
-        for step in range(3):
-            found, other = by_rank[0][step], by_rank[1][step]
-            assert all(torch.equal(found[name], other[name]) for name in found)
+    for first_rank, second_rank, _ in assert_all_as_torch(goes_on_with_fewer, 3, [(False,), (True,)]):
+        assert len(first_rank) == 3
+        assert_same(second_rank, first_rank, "gradients of the two")
 
 
 # ---------------------------------------------------------------- functional_call, replaced parameters
@@ -288,14 +251,9 @@ torch.utils._pytree.register_pytree_node(
     serialized_type_name="tests.Registered",
 )
 
-NESTINGS = {
-    "dataclass": lambda loss: [Outputs(torch.zeros(()), {"k": (loss, None)})],
-    "namedtuple": lambda loss: Pair("x", {"k": [loss]}),
-    "pytree": lambda loss: {"k": Registered(torch.zeros(()), Pair(loss, Outputs(loss, {})))},
-}
 
-
-@pytest.mark.parametrize("nesting", NESTINGS)
-def test_the_search_finds_tensors_in_any_container(nesting) -> None:
+def test_the_search_finds_tensors_in_any_container() -> None:
     loss = torch.ones(())
-    assert any(found is loss for found in find_tensors(NESTINGS[nesting](loss)))
+    registered = Registered(torch.zeros(()), Pair("x", loss))
+    nested = [Outputs(torch.zeros(()), {"k": (registered, None)})]
+    assert any(found is loss for found in find_tensors(nested))

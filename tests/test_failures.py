@@ -36,7 +36,7 @@ from lightning_ddp.encoding import mean, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.launch.recovery_client import Cause, cause_of_error
-from lightning_ddp.shm import arena
+from lightning_ddp.shm import shared_memory
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.protocol import Failed, Hello, pack
@@ -469,7 +469,7 @@ def test_only_what_a_backend_has_raised_may_be_an_echo(error, is_of_backend) -> 
 
 @pytest.mark.parametrize(
     ("module", "is_of_backend"),
-    [(group, True), (arena, True), (mean, True), (side_stream, False), (dist, True), (json, False)],
+    [(group, True), (shared_memory, True), (mean, True), (side_stream, False), (dist, True), (json, False)],
 )
 def test_what_a_module_that_communicates_raises_may_be_an_echo(module, is_of_backend) -> None:
     code = compile("raise RuntimeError('the other side is gone')", module.__file__, "exec")

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_all_as_torch, grads_of, state_of
 from harness import on_ranks
+from models import filled
 from torch import Tensor, nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import BackwardOrderError
 
 NUM_ROWS = 14
-SMALL_BUCKETS = {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}
-LAYOUTS: list[dict[str, Any]] = [
-    {"gradient_as_bucket_view": True},
-    {"gradient_as_bucket_view": False},
-    SMALL_BUCKETS,
-]
+VIEW, NO_VIEW = ({"gradient_as_bucket_view": is_view} for is_view in (True, False))
+LAYOUTS: list[dict[str, Any]] = [VIEW, NO_VIEW, {"bucket_cap_mb": 1e-6, **VIEW}]
 
 
-def filled(module: nn.Module, seed: int = 5) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float32) / 4)
-            if p.is_complex():
-                p.add_(1j * torch.randn(p.shape, generator=generator))
-    return module
-
-
-def steps_of(rank: int, wrap: Any, module: nn.Module, options: dict[str, Any], num_steps: int = 4) -> Any:
+def steps_of(rank: int, _: int, wrap: Any, make: type[nn.Module], options: dict[str, Any]) -> Any:
     """Gradients of each step, and the parameters that SGD makes of them."""
-    model = wrap(filled(module), **options)
+    module = filled(make())
+    model = wrap(module, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     seen = []
-    for step in range(num_steps):
+    for step in range(4):
         optimizer.zero_grad()
         model(module.inputs(rank, step)).backward()
         seen.append(grads_of(module))
@@ -49,11 +38,13 @@ def steps_of(rank: int, wrap: Any, module: nn.Module, options: dict[str, Any], n
 
 
 class SparseText(nn.Module):
-    """A sparse embedding, alone or in bags, and a dense head."""
+    """A sparse embedding and a dense head."""
 
-    def __init__(self, kind: type[nn.Module] = nn.Embedding) -> None:
+    kind: type[nn.Module] = nn.Embedding
+
+    def __init__(self) -> None:
         super().__init__()
-        self.rows = kind(NUM_ROWS, 3, sparse=True)
+        self.rows = self.kind(NUM_ROWS, 3, sparse=True)
         self.head = nn.Linear(3, 1)
 
     @staticmethod
@@ -66,16 +57,18 @@ class SparseText(nn.Module):
         return self.head(self.rows(tokens)).square().sum()
 
 
-def sparse_steps(rank, world_size, wrap, kind, options):
-    return steps_of(rank, wrap, SparseText(kind), options)
+class SparseBags(SparseText):
+    """The embedding in bags."""
+
+    kind = nn.EmbeddingBag
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sparse_embeddings_that_use_other_rows_on_each_rank(world_size) -> None:
     # at 3 ranks sums are rounded in another order than torch's
     rtol = 0.0 if world_size == 2 else 1e-5
-    cases = [(kind, options) for kind in (nn.Embedding, nn.EmbeddingBag) for options in LAYOUTS]
-    for by_rank in assert_all_as_torch(sparse_steps, world_size, cases, rtol=rtol, atol=rtol):
+    cases = [*product((SparseText, SparseBags), LAYOUTS)]
+    for by_rank in assert_all_as_torch(steps_of, world_size, cases, rtol=rtol, atol=rtol):
         for grads, _ in by_rank:
             assert all("rows.weight (sparse)" in step for step in grads), "it must stay sparse"
 
@@ -113,7 +106,6 @@ class TwoTables(nn.Module):
 
 @on_ranks(2)
 def test_a_sparse_parameter_that_one_rank_alone_used(rank, group) -> None:
-
     left = [1.0, 1.0, 0.0, 0.0]
     expected = [[left, [1.0, 0.0, 0.0, 0.0]], [left, None], [left, [0.0, 1.0, 0.0, 0.0]]]
     model = BucketedDDP(TwoTables(), process_group=group, find_unused_parameters=True)
@@ -174,13 +166,9 @@ class AllKinds(nn.Module):
         return sum(torch.tanh(y).double().square().sum() for y in outputs) + self.text(tokens) + nothing
 
 
-def all_kinds(rank, world_size, wrap, options):
-    return steps_of(rank, wrap, AllKinds(), options)
-
-
 def test_all_kinds_of_gradients_in_one_model() -> None:
     kinds = {torch.float32, torch.float64, torch.complex64, torch.float16, torch.bfloat16}
-    for by_rank in assert_all_as_torch(all_kinds, 2, [(options,) for options in LAYOUTS]):
+    for by_rank in assert_all_as_torch(steps_of, 2, [(AllKinds, options) for options in LAYOUTS]):
         for grads, _ in by_rank:
             assert {g.dtype for g in grads[-1].values()} == kinds
             assert all(g.abs().max() > 0 for step in grads for g in step.values() if g.numel())
@@ -217,9 +205,8 @@ def undefined_gradients(rank, world_size, wrap, undefined_on, options):
     return seen
 
 
-@pytest.mark.parametrize("undefined_on", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
-def test_undefined_gradients_count_as_zeros(undefined_on) -> None:
-    finds_unused = {"find_unused_parameters": True, "gradient_as_bucket_view": False}
-    cases = [(undefined_on, options) for options in [*LAYOUTS, finds_unused]]
+def test_undefined_gradients_count_as_zeros() -> None:
+    finds_unused = {"find_unused_parameters": True, **NO_VIEW}
+    cases = [*product(((0,), (1,), (0, 1)), [*LAYOUTS, finds_unused])]
     for by_rank in assert_all_as_torch(undefined_gradients, 2, cases):
         assert all(seen[0]["a.weight"].abs().max() > 0 for seen in by_rank)

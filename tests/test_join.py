@@ -8,14 +8,12 @@ from typing import Any
 import models
 import pytest
 import torch
-import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
-from harness import on_ranks, run_ranks
+from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.errors import ConfigurationError
 
 
 class Plain(nn.Module):
@@ -75,7 +73,7 @@ def seeded(name: str) -> nn.Module:
 
 
 def inputs(rank: int, step: int) -> Tensor:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    x = models.x_of(rank, step)
     # while both ranks go on, each uses the optional layer in every other step, and not in the same one
     x[0, 0] = 1.0 if step >= 2 or (rank + step) % 2 else -1.0
     return x
@@ -120,38 +118,31 @@ def case(
 
 
 ACTIVE_ONLY = {"divide_by_initial_world_size": False}
+BOTH_WAYS = ((2, 5), (5, 2))
+CASES = [
+    *(case(counts=counts) for counts in (*BOTH_WAYS, (0, 3), (3, 0), (3, 3), (1, 2))),
+    *(case(counts=counts, join_options=ACTIVE_ONLY) for counts in (*BOTH_WAYS, (0, 3))),
+    *(case(counts=(2, 4), options={"gradient_as_bucket_view": view}) for view in (True, False)),
+    *(case(name, counts) for name in ("normed", "counting") for counts in BOTH_WAYS),
+    *(case("normed", counts, {"forward_sync_buffers": False}) for counts in BOTH_WAYS),
+    *(case("branches", counts, {"find_unused_parameters": True}) for counts in BOTH_WAYS),
+    *(case(counts=counts, options={"static_graph": True}) for counts in BOTH_WAYS),
+    *(case(counts=counts, program="hook") for counts in BOTH_WAYS),
+    *(case(counts=counts, program="no_sync") for counts in ((3, 6), (6, 3), (3, 9))),
+    *(case("normed", (2, 4), program="twice"), case(counts=(1, 4), program="twice")),
+    *(case(counts=(2, 4), program="more"), case("normed", (4, 2), program="more")),
+    case(counts=(3, 3), join_options={"enable": False}, program="more"),
+]
 
 
-CASES = {
-    "counts": [case(counts=counts) for counts in ((2, 5), (5, 2), (0, 3), (3, 0), (3, 3), (1, 2))],
-    "divides by the active ranks": [
-        case(counts=counts, join_options=ACTIVE_ONLY) for counts in ((2, 5), (5, 2), (0, 3))
-    ],
-    "view or not": [case(counts=(2, 4), options={"gradient_as_bucket_view": view}) for view in (True, False)],
-    "batch norm": [case("normed", counts) for counts in ((2, 5), (5, 2))],
-    "batch norm, buffers not synchronised": [
-        case("normed", counts, {"forward_sync_buffers": False}) for counts in ((2, 5), (5, 2))
-    ],
-    "buffer": [case("counting", counts) for counts in ((2, 5), (5, 2))],
-    "unused": [case("branches", counts, {"find_unused_parameters": True}) for counts in ((2, 5), (5, 2))],
-    "static graph": [case(counts=counts, options={"static_graph": True}) for counts in ((2, 5), (5, 2))],
-    "comm hook": [case(counts=counts, program="hook") for counts in ((2, 5), (5, 2))],
-    "no_sync": [case(counts=counts, program="no_sync") for counts in ((3, 6), (6, 3), (3, 9))],
-    "a second join": [case("normed", (2, 4), program="twice"), case(counts=(1, 4), program="twice")],
-    "training goes on": [case(counts=(2, 4), program="more"), case("normed", (4, 2), program="more")],
-    "not enabled": [case(counts=(3, 3), join_options={"enable": False}, program="more")],
-}
-
-
-@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
-def test_uneven_inputs_give_torchs_gradients_and_its_final_model(cases) -> None:
-    for (_, counts, *_), by_rank in zip(cases, assert_all_as_torch(joined_training, 2, cases), strict=True):
+def test_uneven_inputs_give_torchs_gradients_and_its_final_model() -> None:
+    for (_, counts, *_), by_rank in zip(CASES, assert_all_as_torch(joined_training, 2, CASES), strict=True):
         assert len(by_rank[0]) + len(by_rank[1]) > 2, counts
 
 
-@pytest.mark.parametrize("join_options", [{}, ACTIVE_ONLY], ids=["initial", "active"])
-def test_three_ranks_that_end_at_three_different_steps(join_options) -> None:
-    cases = [case("normed", counts, {}, join_options) for counts in ((1, 3, 5), (4, 2, 3))]
+def test_three_ranks_that_end_at_three_different_steps() -> None:
+    ends = ((1, 3, 5), (4, 2, 3))
+    cases = [case("normed", counts, {}, options) for counts in ends for options in ({}, ACTIVE_ONLY)]
     for by_rank in assert_all_as_torch(joined_training, 3, cases, rtol=1e-5, atol=1e-6):
         final = [seen[-1] for seen in by_rank]
         for state in final[1:]:
@@ -205,15 +196,3 @@ def test_forwards_without_gradients_change_nothing_while_others_have_run_out(cou
         assert all(seen.pop("output").isfinite().all() for seen in found)
         assert_same(found, expected, "gradients")
         assert_same(state, by_rank[0][1][1], "the model at the end")
-
-
-# ---------------------------------------------------------------- errors
-
-
-@on_ranks(2)
-def test_join_needs_a_default_process_group(group) -> None:
-
-    assert not dist.is_initialized()
-    model = BucketedDDP(Plain(), process_group=group)
-    with pytest.raises(ConfigurationError, match=r"join\(\) needs .*init_process_group"):
-        model.join()

@@ -33,6 +33,10 @@ def trained(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 def copied_and_pickled(rank, world_size):
     model = BucketedDDP(net(), bucket_cap_mb=1e-4, static_graph=True)
+    theirs = DistributedDataParallel(net())
+    assert list(model.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    model.load_state_dict(theirs.state_dict())
     copied = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
@@ -45,30 +49,18 @@ def copied_and_pickled(rank, world_size):
     return [p.sum().item() for p in results[0]]
 
 
-def test_a_copy_and_a_pickle_train_as_the_original() -> None:
+def test_a_copy_and_a_pickle_train_as_the_original_and_state_dicts_have_torchs_keys() -> None:
     first, second = run_ranks(copied_and_pickled, 2)
     assert first == second
 
 
-def state_dicts(rank, world_size):
-    ours, theirs = BucketedDDP(net()), DistributedDataParallel(net())
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
-    ours.load_state_dict(theirs.state_dict())
-    return next(iter(ours.state_dict()))
-
-
-def test_state_dict_has_torchs_keys() -> None:
-    assert run_ranks(state_dicts, 2) == ["module.0.weight"] * 2
-
-
 @on_ranks(1)
-def test_a_pickle_needs_a_default_group(group) -> None:
-
+def test_without_a_group_construction_copies_and_join_say_what_to_call(group) -> None:
     assert not dist.is_initialized()
     model = BucketedDDP(net(), process_group=group)
-    with pytest.raises(ConfigurationError, match="no process group"):
-        copy.deepcopy(model)
+    for act in (lambda: BucketedDDP(net()), lambda: copy.deepcopy(model), model.join):
+        with pytest.raises(ConfigurationError, match=r"(no process group|join\(\)).* .*init_process_group"):
+            act()
 
 
 def accumulate_grad(parameter: torch.Tensor):
@@ -101,11 +93,7 @@ def test_after_teardown_the_module_is_on_its_own(rank, group) -> None:
     [
         ({"dim": 1}, ConfigurationError, "dim=1: expected 0"),
         ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected sizes in MiB above 0"),
-        (
-            {"bucket_cap_mb_list": [1, 0]},
-            ConfigurationError,
-            r"bucket_cap_mb_list=\[1, 0\]: expected sizes in",
-        ),
+        ({"bucket_cap_mb_list": [1, 0]}, ConfigurationError, r"bucket_cap_mb_list=\[1, 0\]: expected sizes"),
         ({"skip_all_reduce_unused_params": True}, ConfigurationError, "unused_params=True needs find_unused"),
         ({"check_reduction": True}, ConfigurationError, "check_reduction=True is deprecated"),
         ({"delay_all_reduce_named_params": []}, ConfigurationError, "delay_all_reduce.* are not supported"),
@@ -113,11 +101,7 @@ def test_after_teardown_the_module_is_on_its_own(rank, group) -> None:
         ({"device_ids": [0]}, ConfigurationError, "but the module is on cpu"),
         ({"output_device": 1}, ConfigurationError, "but the module is on cpu"),
         ({"module": nn.ReLU()}, UnsuitableModuleError, "ReLU has no parameter that requires a gradient"),
-        (
-            {"module": nn.LazyLinear(2)},
-            UnsuitableModuleError,
-            "parameters: weight, bias",
-        ),
+        ({"module": nn.LazyLinear(2)}, UnsuitableModuleError, "parameters: weight, bias"),
     ],
 )
 @on_ranks(1)
@@ -155,8 +139,3 @@ def test_gradients_that_the_backend_cannot_reduce_are_refused_at_wrapping() -> N
         BucketedDDP(text, process_group=group)
     with pytest.raises(ConfigurationError, match=message):
         model.update_process_group(group)
-
-
-def test_without_any_group_the_error_says_what_to_call() -> None:
-    with pytest.raises(ConfigurationError, match="no process group"):
-        BucketedDDP(net())

@@ -47,21 +47,17 @@ class Recipe:
     """How a model is trained; everything that both wrappers are given alike."""
 
     wrapper: dict[str, Any] = field(default_factory=lambda: {"gradient_as_bucket_view": True})
-    """Arguments of the wrapper."""
     optimizer: str = "sgd"
     """`sgd` with momentum, or `adam`."""
     num_micro_batches: int = 1
     """All but the last of them run inside `no_sync`."""
     clip_norm: float | None = None
-    """Limit of the gradient norm, over all parameters."""
     dtype: torch.dtype = torch.float32
-    """Of parameters and inputs."""
     autocast: bool = False
     """Whether forward runs under bfloat16 autocast."""
     set_to_none: bool = True
     """Argument of `zero_grad`."""
     channels_last: bool = False
-    """Whether the parameters are converted to channels_last before they are wrapped."""
     num_forwards: int = 1
     """Forward passes whose losses are added before the one backward."""
     num_backwards: int = 1
@@ -81,6 +77,7 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
     if recipe.channels_last:
         module = module.to(memory_format=torch.channels_last)
     model = wrap(module, **recipe.wrapper)
+    is_ours = isinstance(model, BucketedDDP)
     if recipe.hook is not None:
         model.register_comm_hook(*recipe.hook())
     trainable = [p for p in module.parameters() if p.requires_grad]
@@ -98,6 +95,8 @@ def train(wrap: Callable[..., nn.Module], name: str, recipe: Recipe, rank: int) 
         if recipe.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(trainable, recipe.clip_norm)
             assert norm > recipe.clip_norm or step > 0, "the first step must be clipped"
+        if recipe.channels_last and is_ours and recipe.wrapper["gradient_as_bucket_view"]:
+            assert all(p.grad.stride() == p.stride() for p in trainable)
         grads.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
         optimizer.step()
     # a forward that evaluates has rank 0's buffers; what rank 0 saves are its own before that
@@ -130,26 +129,19 @@ def compare(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]], worl
     differences = []
     for step, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         what = f"step {step} gradient of" if step < NUM_STEPS else "final"
-        differences += compare_tensors(what, our, their, world_size)
-    return differences
-
-
-def compare_tensors(
-    what: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], world_size: int
-) -> list[str]:
-    if ours.keys() != theirs.keys():
-        return [f"{what}: names differ: {sorted(ours.keys() ^ theirs.keys())}"]
-    largest = max(t.abs().max().item() for t in theirs.values() if t.is_floating_point())
-    differences = []
-    for name, expected in theirs.items():
-        found = ours[name]
-        if found.dtype != expected.dtype or found.shape != expected.shape:
-            differences.append(
-                f"{what} {name}: {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
-            )
-        elif not is_same(found, expected, world_size, largest):
-            error = (found.double() - expected.double()).abs().max().item()
-            differences.append(f"{what} {name}: differs by up to {error:.3g} (largest: {largest:.3g})")
+        if our.keys() != their.keys():
+            differences.append(f"{what}: names differ: {sorted(our.keys() ^ their.keys())}")
+            continue
+        largest = max(t.abs().max().item() for t in their.values() if t.is_floating_point())
+        for name, expected in their.items():
+            found = our[name]
+            if found.dtype != expected.dtype or found.shape != expected.shape:
+                differences.append(
+                    f"{what} {name}: {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
+                )
+            elif not is_same(found, expected, world_size, largest):
+                error = (found.double() - expected.double()).abs().max().item()
+                differences.append(f"{what} {name}: differs by up to {error:.3g} (largest: {largest:.3g})")
     return differences
 
 
@@ -168,9 +160,10 @@ def differences_from_torch(rank: int, world_size: int, name: str) -> dict[str, l
             found[label] = compare_transports(name, recipe, rank, world_size)
         except Exception as error:
             raise AssertionError(f"recipe {label!r} of {name}") from error
-    expected = train(DistributedDataParallel, name, Recipe(), rank)
-    for wrapper in WRONG_WRAPPERS:
-        found[wrapper.__name__] = compare(train(wrapper, name, Recipe(), rank), expected, world_size)
+    if name == WITH_BUFFERS:
+        expected = train(DistributedDataParallel, name, Recipe(), rank)
+        for wrapper in WRONG_WRAPPERS:
+            found[wrapper.__name__] = compare(train(wrapper, name, Recipe(), rank), expected, world_size)
     return found
 
 
@@ -184,7 +177,10 @@ def compare_transports(name: str, recipe: Recipe, rank: int, world_size: int) ->
     assert len(theirs) == NUM_STEPS + 1
     assert theirs[0], "the reference has no gradients"
     differences = []
+    has_one_bucket = name != "mixed_dtypes" and "bucket_cap_mb" not in recipe.wrapper
     for label, (transport, num_processors) in TRANSPORTS.items():
+        if has_one_bucket and num_processors > 1:
+            continue  # the last bucket is reduced by the thread that waits, with or without another one
         with host_with(num_processors):
             ours = train(partial(BucketedDDP, transport=transport), name, recipe, rank)
         differences += [f"{label}: {line}" for line in compare(ours, theirs, world_size)]
@@ -218,6 +214,7 @@ class NoInitialBroadcast(DistributedDataParallel):
 
 
 WRONG_WRAPPERS = (NoReduction, NoBufferBroadcast, NoInitialBroadcast)
+WITH_BUFFERS = "conv_batch_norm"
 NO_VIEW = {"gradient_as_bucket_view": False}
 SMALL_BUCKETS = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}
 RECIPES = {
@@ -327,34 +324,17 @@ def test_20_steps_equal_torch(differences, name, world_size, recipe):
     assert found == [[]] * world_size
 
 
-@pytest.mark.parametrize(("name", "world_size"), [case(*run) for run in RUNS])
-def test_the_comparison_fails_without_initial_broadcast_and_without_reduction(differences, name, world_size):
-    for lines in differences(name, world_size)["NoInitialBroadcast"]:
-        assert any(line.startswith("step 0 ") for line in lines)
-    for lines in differences(name, world_size)["NoReduction"]:
-        trainable = [n for n, p in build(name, 0).named_parameters() if p.requires_grad]
+@pytest.mark.parametrize(("name", "world_size"), [case(WITH_BUFFERS, size) for size in (2, 3)])
+def test_the_comparison_finds_what_a_wrong_wrapper_leaves_out(differences, name, world_size):
+    trainable = [n for n, p in build(name, 0).named_parameters() if p.requires_grad]
+    found = differences(name, world_size)
+    assert all(any(line.startswith("step 0 ") for line in lines) for lines in found["NoInitialBroadcast"])
+    for lines in found["NoReduction"]:
         first = [line for line in lines if line.startswith("step 0 ")]
         assert len(first) == len(trainable), "each rank's own gradients must differ from the mean"
         assert len([line for line in lines if line.startswith("final ")]) >= len(trainable)
-
-
-@pytest.mark.parametrize(("name", "world_size"), [case("conv_batch_norm", size) for size in (2, 3)])
-def test_the_comparison_fails_without_buffer_broadcast(differences, name, world_size):
-    of_rank_0, *others = differences(name, world_size)["NoBufferBroadcast"]
+    of_rank_0, *others = found["NoBufferBroadcast"]
     assert not of_rank_0, "rank 0 keeps its own buffers in either case"
     for lines in others:
         assert lines
         assert all("running_" in line for line in lines)
-
-
-def strides_of_channels_last_gradients(rank: int, world_size: int) -> list[bool]:
-    module = build("conv_batch_norm", INITIAL_SEED).to(memory_format=torch.channels_last)
-    model = BucketedDDP(module)
-    inputs, labels = batch("conv_batch_norm", rank, 0)
-    cross_entropy(model(inputs), labels).backward()
-    return [p.grad.stride() == p.stride() for p in module.parameters()]
-
-
-def test_gradients_of_channels_last_parameters_are_channels_last():
-    for same in run_ranks(strides_of_channels_last_gradients, 2):
-        assert same == [True] * len(same)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import grads_of
 from harness import on_ranks, run_ranks, run_threads
-from models import MLP, batch, build
+from models import MLP, batch, build, done
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
@@ -28,10 +29,6 @@ def backward_of_batch(model: nn.Module, name: str, rank: int, step: int) -> None
     cross_entropy(model(inputs), labels).backward()
 
 
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-
 def mean_over_ranks(tensors: dict[str, Tensor], world_size: int, group: Any) -> dict[str, Tensor]:
     """The reference: what each rank has on its own, gathered and averaged here."""
     means = {}
@@ -43,12 +40,6 @@ def mean_over_ranks(tensors: dict[str, Tensor], world_size: int, group: Any) -> 
 
 
 # ---------------------------------------------------------------- communication hooks
-
-
-def done_future(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
-    return future
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_the_hook_is_called_once_for_each_bucket_in_order(rank, group, bucket_ca
         assert all(bool((g == step).all()) for g in grads)
         calls.append((bucket.index(), bucket.is_last()))
         called.extend(params)
-        return done_future(buffer)
+        return done(buffer)
 
     model.register_comm_hook(state, hook)
     for step in range(1, 5):
@@ -92,7 +83,7 @@ def replaces_the_buffer(state, bucket):
     bucket.set_buffer(tripled)
     assert bucket.buffer() is tripled
     assert torch.equal(bucket.gradients()[0].flatten(), tripled[: bucket.parameters()[0].numel()])
-    return done_future(bucket.buffer())
+    return done(bucket.buffer())
 
 
 def answers_from_another_thread() -> Callable[..., Any]:
@@ -119,8 +110,8 @@ def answers_from_another_thread() -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("make_hook", "factor"),
     [
-        (lambda: lambda state, bucket: done_future(bucket.buffer()), 1),
-        (lambda: lambda state, bucket: done_future(torch.zeros_like(bucket.buffer())), 0),
+        (lambda: lambda state, bucket: done(bucket.buffer()), 1),
+        (lambda: lambda state, bucket: done(torch.zeros_like(bucket.buffer())), 0),
         (lambda: replaces_the_buffer, 3),
         (answers_from_another_thread, -1),
     ],
@@ -246,8 +237,7 @@ def signal_when_waiting(activity: Activity, signal_number: int, sent_at: list[fl
     os.kill(os.getpid(), signal_number)
 
 
-@pytest.mark.parametrize("with_hook", [False, True], ids=["built-in", "comm hook"])
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(("name", "with_hook"), [("SIGUSR1", False), ("SIGINT", True)])
 def test_a_signal_handler_runs_while_a_collective_is_pending(name, with_hook, tmp_path):
     fifo = tmp_path / "release"
     os.mkfifo(fifo)

@@ -1,13 +1,13 @@
-"""The flat buffer of a bucket, its views, and copies of dense and sparse gradients to and from it.
+"""Buckets: their options and caps, the plan (a pure function), flat buffers, copies of gradients to and from.
 
-On CUDA, autograd writes gradients on the streams of their forwards. Operations on a whole bucket are ordered
-after all of these streams.
+Every rank that is given the same order of parameters computes the same plan.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, cast
@@ -15,20 +15,100 @@ from typing import Any, cast
 import torch
 
 from lightning_ddp._torch import foreach_copy_, foreach_mul_
-from lightning_ddp.errors import BackwardOrderError
+from lightning_ddp.comm.group import Group
+from lightning_ddp.comm.nccl import allocate
+from lightning_ddp.errors import BackwardOrderError, ConfigurationError
+from lightning_ddp.shm.shared_memory import SharedMemory
 
+MIB = 1024 * 1024
+_DEFAULT_CAP_MB = 25
+NETWORK_CAPS_BYTES = (MIB // 8, MIB // 4, MIB // 2)
+"""Caps of the first buckets between hosts, where the network is idle until the first bucket is full."""
+_ALIGNMENT_BYTES = 512
+"""Alignment of buckets. NCCL moves 16 bytes at a time only from a multiple of 16, and vector instructions of
+the CPU read whole cache lines; CUDA's allocator aligns to 512 bytes."""
+_LARGEST_BYTES = 32 * MIB - 128 * 1024
+"""Size of a block that is freed at once, never written to, so that glibc keeps more freed memory."""
 _EARLY_COPY_BYTES = 256 * 1024
 """Size from which a gradient is copied into the bucket when it arrives, while it is in the cache. Smaller
 gradients are copied together when the last has arrived, or are added in place by autograd."""
 _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
-# Called once per gradient, so the variant with the least overhead: torch.cuda.current_stream does more.
+_Kind = tuple[torch.dtype, torch.device]
+
+# Called once per gradient, and with less overhead than torch.cuda.current_stream.
 _current_stream = torch.accelerator.current_stream
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """Options of `BucketedDDP` for the buckets, and for the gradients that a backward is expected to give."""
+
+    caps_bytes: tuple[int, ...]
+    """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
+    are_caps_default: bool = False
+    """True if the user gave no caps."""
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    skip_all_reduce_unused_params: bool = False
+    dtype: torch.dtype | None = None
+    """Dtype in which floating-point gradients are reduced; None for that of the parameter."""
+
+
+def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) -> tuple[int, ...]:
+    """Convert torch's arguments `bucket_cap_mb` and `bucket_cap_mb_list` to caps in bytes.
+
+    The first bucket has at most 1 MiB, so that communication starts early, unless `caps_mb` names its size.
+
+    >>> bucket_caps_bytes(None)
+    (1048576, 26214400)
+    >>> bucket_caps_bytes(0.5)
+    (524288, 524288)
+    >>> bucket_caps_bytes(None, [1, 2])
+    (1048576, 2097152)
+    """
+    if isinstance(cap_mb, str):
+        raise ConfigurationError(
+            f"bucket_cap_mb={cap_mb!r}: expected a size in MiB, or None for {_DEFAULT_CAP_MB} MiB"
+        )
+    sizes_mb = list(caps_mb or []) or [_DEFAULT_CAP_MB if cap_mb is None else cap_mb]
+    if min(sizes_mb) <= 0:
+        name = f"bucket_cap_mb_list={caps_mb}" if caps_mb else f"bucket_cap_mb={cap_mb}"
+        raise ConfigurationError(f"{name}: expected sizes in MiB above 0")
+    sizes = tuple(int(size * MIB) for size in sizes_mb)
+    return sizes if caps_mb else (min(MIB, sizes[0]), sizes[0])
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """Properties of a parameter that decide about its bucket."""
+
+    numel: int
+    dtype: torch.dtype
+    """Dtype in which the gradient is reduced."""
+    device: torch.device
+    is_sparse: bool = False
+
+    @classmethod
+    def of(
+        cls, parameter: torch.Tensor, *, is_sparse: bool = False, dtype: torch.dtype | None = None
+    ) -> ParameterSpec:
+        """Return the spec of `parameter`; a float gradient is reduced in `dtype`, unless that is None."""
+        reduced = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        return cls(numel=parameter.numel(), dtype=reduced, device=parameter.device, is_sparse=is_sparse)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """Plan of one bucket: the parameters whose gradients it holds, and its size, dtype and device."""
+    """Plan of one bucket."""
 
     indices: tuple[int, ...]
     """Positions of its parameters in the planned list, in the order of the flat buffer."""
@@ -39,11 +119,58 @@ class BucketSpec:
     """True if the bucket holds a single parameter, whose gradients are sparse tensors."""
 
 
+def plan_buckets(
+    specs: Sequence[ParameterSpec], order: Sequence[int], *, caps_bytes: Sequence[int]
+) -> tuple[BucketSpec, ...]:
+    """Assign every parameter to one bucket; return the buckets in the order in which they fill.
+
+    Parameters of one dtype and device, in the `order` in which their gradients are expected, fill a bucket
+    until the next would exceed its cap. A parameter above the cap has a bucket of its own, and so has one
+    with sparse gradients. Caps are as in `ReducerOptions`.
+
+    >>> cpu = torch.device("cpu")
+    >>> specs = [ParameterSpec(numel=n, dtype=torch.float32, device=cpu) for n in (1, 2, 8, 1)]
+    >>> plan = plan_buckets(specs, [3, 2, 1, 0], caps_bytes=[8, 16])
+    >>> [bucket.indices for bucket in plan]
+    [(3,), (2,), (1, 0)]
+    """
+    buckets: list[list[int]] = []
+    last: dict[_Kind, tuple[list[int], int, int]] = {}  # bucket, its bytes, number of buckets before it
+    for index in order:
+        spec = specs[index]
+        if spec.is_sparse:
+            buckets.append([index])
+            continue
+        kind = (spec.dtype, spec.device)
+        bucket, nbytes, number = last.get(kind, ([], 0, 0))
+        if bucket and nbytes + spec.nbytes > caps_bytes[min(number, len(caps_bytes) - 1)]:
+            bucket, nbytes, number = [], 0, number + 1
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(index)
+        last[kind] = (bucket, nbytes + spec.nbytes, number)
+    position = {index: position for position, index in enumerate(order)}
+    buckets.sort(key=lambda indices: position[indices[-1]])
+    return tuple(
+        BucketSpec(
+            indices=tuple(indices),
+            numel=sum(specs[i].numel for i in indices),
+            dtype=specs[indices[0]].dtype,
+            device=specs[indices[0]].device,
+            is_sparse=specs[indices[0]].is_sparse,
+        )
+        for indices in buckets
+    )
+
+
+# ---------------------------------------------------------------------- one bucket
+
+
 class GradientStreams:
     """The CUDA streams on which one backward writes gradients of one device into one flat buffer.
 
-    Autograd runs the hook of a gradient on the stream of the forward that used the parameter. A reader of the
-    whole buffer has to wait for each of them.
+    Autograd runs the hook of a gradient on the stream of the forward that used the parameter. Operations on a
+    whole bucket are ordered after all of these streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,15 +205,12 @@ class Bucket:
     """The flat buffer of a bucket and the state of its reduction in this step.
 
     Gradients are copied to the buffer, and the means back to them, also if they are of another dtype. Offers
-    the methods of torch's `GradBucket`, so that torch's communication hooks and those of users run on it
-    unchanged.
+    the methods of torch's `GradBucket`, so that hooks of torch and of users run on it unchanged.
 
     Args:
         index: position in launch order.
-        spec: its part of the plan.
         flat: the memory of its gradients: 1-D, contiguous, `spec.numel` elements of `spec.dtype`.
-        parameters: its parameters, in the order of `spec.indices`; `names` are their qualified names.
-        is_last: True for the bucket that is launched last.
+        parameters, names: those of its parameters, in the order of `spec.indices`.
         late_only: positions that get several gradients in one backward.
     """
 
@@ -110,12 +234,12 @@ class Bucket:
         self.size = len(self.params)
         self.flat = flat
         self.views = [flat] if spec.is_sparse else _views(flat, self.params)
-        is_large = [p.numel() * p.element_size() >= _EARLY_COPY_BYTES for p in self.params]
-        self.early = frozenset(i for i in range(self.size) if is_large[i] and i not in late_only)
+        large = (i for i, p in enumerate(self.params) if p.nbytes >= _EARLY_COPY_BYTES)
+        self.early: frozenset[int] = frozenset() if spec.is_sparse else frozenset(large) - late_only
         self._late = [i for i in range(self.size) if i not in self.early]
         self._late_params = [self.params[i] for i in self._late]
         self._late_views = [self.views[i] for i in self._late]
-        self._late_runs = _runs(self.flat, self.params, self.early)
+        self._late_runs = [] if spec.is_sparse else _runs(flat, self.params, self.early)
         self._has_late_only = bool(late_only)
         self._is_cast = any(p.dtype != spec.dtype for p in self.params)
         self.streams = GradientStreams(spec.device) if spec.device.type == "cuda" else None
@@ -138,7 +262,7 @@ class Bucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return views of `buffer()`, one per parameter, with the parameter's shape."""
+        """Return views of `buffer()` with the parameters' shapes."""
         return _views(self._buffer, self.params) if self._buffer is not self.flat else list(self.views)
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -242,7 +366,7 @@ class Bucket:
             foreach_copy_(grads, [self.views[i] for i in present])
             self._keep(grads)
 
-    def _keep(self, gradients: Any) -> None:
+    def _keep(self, gradients: Sequence[Any]) -> None:
         if self.streams is not None:
             self.streams.keep(gradients)
 
@@ -250,16 +374,10 @@ class Bucket:
 class ViewBucket(Bucket):
     """Bucket in which each parameter's `.grad` is a view of the flat buffer."""
 
-    _is_open = False
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self._saved: dict[int, torch.Tensor] = {}
-        super().__init__(*arguments, **keywords)
-
     def arm(self, num_expected: int, ready: list[int]) -> None:
         super().arm(num_expected, ready)
         self._is_open = False
-        self._saved.clear()
+        self._saved: dict[int, torch.Tensor] = {}
 
     def open(self) -> None:
         """Set views of the zeroed buffer as `.grad` of small parameters: autograd adds there without a copy.
@@ -349,10 +467,6 @@ class SparseBucket(Bucket):
     `buffer()` is the sparse gradient itself, of the parameter's shape, a new tensor in each step.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.early = frozenset()
-
     def gradients(self) -> list[torch.Tensor]:
         return [self._buffer]
 
@@ -428,3 +542,109 @@ def _runs(
     groups = [list(g) for is_early, g in groupby(range(len(parameters)), early.__contains__) if not is_early]
     slices = [flat[offsets[group[0]] : offsets[group[-1] + 1]] for group in groups]
     return [each for each in slices if each.numel()]
+
+
+# ---------------------------------------------------------------------- all buckets of a reducer
+
+
+class BucketLayout:
+    """The buckets of a reducer, for parameters in the same order on all ranks.
+
+    Those at the positions `sparse` have sparse gradients. Buckets on the CPU are in `memory`, if it is given;
+    others in memory of the backend of `group`, if it allocates some.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        options: ReducerOptions,
+        sparse: frozenset[int] = frozenset(),
+        memory: SharedMemory | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self._memory = memory
+        self._group = group
+        self.params = tuple(parameters)
+        self.names = tuple(names)
+        self._options = options
+        self._specs = tuple(
+            ParameterSpec.of(p, is_sparse=i in sparse, dtype=options.dtype) for i, p in enumerate(parameters)
+        )
+        self._storage: dict[_Kind, torch.Tensor] = {}
+        self.buckets: tuple[Bucket, ...] = ()
+        self.where: dict[int, tuple[Bucket, int]] = {}
+        # glibc keeps twice the largest block freed so far, up to 32 MiB (M_MMAP_THRESHOLD in mallopt(3)).
+        # Otherwise autograd's memory of each gradient, freed once copied, would need new pages in every step.
+        torch.empty(_LARGEST_BYTES, dtype=torch.uint8)
+        self.apply(self.plan(range(len(self.params) - 1, -1, -1)))
+
+    def plan(self, order: Sequence[int]) -> tuple[BucketSpec, ...]:
+        """Return a bucket plan for gradients that become ready in `order`, a permutation of parameters."""
+        return plan_buckets(self._specs, order, caps_bytes=self._options.caps_bytes)
+
+    def apply(self, plan: Sequence[BucketSpec], late_only: frozenset[int] = frozenset()) -> None:
+        """Replace the buckets by those of `plan`, in the same memory; gradients in the old ones are moved.
+
+        Parameters in `late_only` get several gradients in one backward.
+        """
+        self._late_only = late_only
+        grads = {}
+        for index, (bucket, position) in self.where.items():
+            if self.params[index].grad is bucket.views[position]:
+                grads[index] = bucket.views[position].clone()
+                self.params[index].grad = None
+        self.where, self.buckets = {}, ()
+        self.buckets = tuple(self._make_buckets(plan))
+        for bucket in self.buckets:
+            self.where |= {index: (bucket, position) for position, index in enumerate(bucket.spec.indices)}
+        for index, grad in grads.items():
+            bucket, position = self.where[index]
+            bucket.views[position].copy_(grad)
+            self.params[index].grad = bucket.views[position]
+
+    @property
+    def is_shared(self) -> bool:
+        """True if buckets on the CPU are in memory that the ranks share."""
+        return self._memory is not None
+
+    def leave_shared_memory(self) -> None:
+        """Move the buckets, with the gradients in them, to plain memory."""
+        self._memory = None
+        self._storage.clear()
+        self.apply([bucket.spec for bucket in self.buckets], self._late_only)
+
+    def _make_buckets(self, plan: Sequence[BucketSpec]) -> Iterator[Bucket]:
+        """Yield a plan's buckets, in slices of one allocation per dtype and device that all plans reuse."""
+        offsets: dict[_Kind, int] = defaultdict(int)
+        for index, spec in enumerate(plan):
+            key = (spec.dtype, spec.device)
+            if spec.is_sparse:
+                flat = torch.empty(0, dtype=spec.dtype, device=spec.device)
+            else:
+                if key not in self._storage:
+                    same = [s for s in self._specs if (s.dtype, s.device) == key and not s.is_sparse]
+                    self._storage[key] = self._zeros(sum(_aligned(s.numel, s.dtype) for s in same), *key)
+                flat = self._storage[key][offsets[key] : offsets[key] + spec.numel]
+                offsets[key] += _aligned(spec.numel, spec.dtype)
+            params = [self.params[i] for i in spec.indices]
+            names = [self.names[i] for i in spec.indices]
+            is_view = self._options.gradient_as_bucket_view and all(p.dtype == spec.dtype for p in params)
+            kind: type[Bucket] = SparseBucket if spec.is_sparse else ViewBucket if is_view else Bucket
+            late_only = frozenset(p for p, i in enumerate(spec.indices) if i in self._late_only)
+            is_last = index == len(plan) - 1
+            yield kind(index, spec, flat, params, names, is_last=is_last, late_only=late_only)
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and self._memory is not None:
+            return self._memory.zeros(numel, dtype)
+        group = self._group
+        if device.type == "cuda" and group is not None and group.memory_problem(device) is None:
+            return allocate(group.process_group, numel, dtype, device)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    """Return the number of elements `numel`, rounded up to the alignment of buckets."""
+    step = _ALIGNMENT_BYTES // dtype.itemsize
+    return -(-numel // step) * step

@@ -52,33 +52,14 @@ def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None)
     return "auto" if chosen is None else chosen
 
 
-class _BytePack:
-    """Module buffers of one device, packed as bytes into one tensor for a single broadcast."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._bytes = [t.detach().view(-1).view(torch.uint8) for t in tensors]
-        self._flat = torch.empty(
-            sum(b.numel() for b in self._bytes), dtype=torch.uint8, device=tensors[0].device
-        )
-        self._parts = list(self._flat.split([b.numel() for b in self._bytes]))
-
-    def broadcast(self, group: Group, src: int) -> None:
-        if group.rank == src:
-            torch.cat(self._bytes, out=self._flat)
-        group.wait(group.broadcast(self._flat, src), self._flat.device)
-        if group.rank != src:
-            foreach_copy_(self._bytes, self._parts)
-
-
 class Buffers:
     """The buffers of a wrapped module but for the `ignored`, with the decision when forwards broadcast them.
 
     A BatchNorm layer in training mode updates its running statistics but does not read them, and those of
-    rank 0 depend on rank 0's own history only. So if all buffers of a module are such statistics, a broadcast
-    is due only before a forward in which a layer evaluates, if that forward follows a synchronized forward,
-    as in torch, or if the layer has trained since the last broadcast. A module with any other buffer, or with
-    a subclass of BatchNorm, which may read its statistics, broadcasts before every forward that follows a
-    synchronized forward.
+    rank 0 depend on rank 0's own history only. If all buffers of a module are such statistics, a broadcast is
+    due only before a forward in which a layer evaluates, if that forward follows a synchronized one, as in
+    torch, or if the layer has trained since the last broadcast. With any other buffer, or a subclass of
+    BatchNorm, which may read its statistics, every forward after a synchronized one broadcasts.
     """
 
     def __init__(
@@ -112,7 +93,13 @@ class Buffers:
             self._places[name] = (owner, key, tensor, tensor.data_ptr())
             is_dense = tensor.is_contiguous() and tensor.numel()
             (dense.setdefault(tensor.device, []) if is_dense else self._others).append(tensor)
-        self._packs = [_BytePack(tensors) for tensors in dense.values()]
+        self._packs: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
+        """Of each device a tensor for one broadcast, the bytes of the buffers, and their places in it."""
+        for tensors in dense.values():
+            views = [t.detach().view(-1).view(torch.uint8) for t in tensors]
+            sizes = [v.numel() for v in views]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+            self._packs.append((flat, views, list(flat.split(sizes))))
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the buffers by qualified name; list them again if the module replaced a tensor."""
@@ -130,15 +117,18 @@ class Buffers:
         tensors = list(self.named().values())
         if tensors:
             with unseen_by_autograd(tensors):
-                for pack in self._packs:
-                    pack.broadcast(self._group, src)
+                for flat, views, parts in self._packs:
+                    if self._group.rank == src:
+                        torch.cat(views, out=flat)
+                    self._group.wait(self._group.broadcast(flat, src), flat.device)
+                    if self._group.rank != src:
+                        foreach_copy_(views, parts)
                 broadcast_coalesced(self._group, self._others, src)
 
     def are_due(self, where: Moment, *, follows_sync: bool, is_joining: bool) -> bool:
         """Return True if the buffers must be synchronized at this moment of a forward; the same on all ranks.
 
-        `follows_sync` means that the last forward was synchronized, `is_joining` that ranks may be out of
-        input, so that all steps must communicate alike.
+        Where ranks may be out of input (`is_joining`), all steps must communicate alike.
         """
         if not (self._is_on and self._places) or where != self.location:
             return False

@@ -183,8 +183,12 @@ class Lockstep:
         is_even = self._counts_all or self.turn.num_active == self._group.size
         if is_even and not self.turn.is_replay:
             return loss
-        factor = 0.0 if self.turn.is_replay else self._group.size / self.turn.num_active
-        scaled: torch.Tensor = _ScaleGradient.apply(loss, factor)  # type: ignore[no-untyped-call]
+        scaled = loss.view_as(loss)
+        if scaled.requires_grad and self.turn.is_replay:
+            scaled.register_hook(torch.zeros_like)  # also in the place of gradients that are not finite
+        elif scaled.requires_grad:
+            factor = self._group.size / self.turn.num_active
+            scaled.register_hook(lambda grad: grad * factor)
         return scaled
 
     # ------------------------------------------------------------------ reductions
@@ -254,19 +258,6 @@ class LockstepLoader:
             if batch is None:
                 return
             yield batch[0]
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies gradients by a factor; 0 gives 0, also for non-finite gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] * ctx.factor if ctx.factor else torch.zeros_like(grads[0]), None
 
 
 def _length(loader: Any) -> int:

@@ -25,11 +25,13 @@ from lightning_ddp._torch import (
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group, uploaded
-from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
+from lightning_ddp.ddp.bucket import Bucket, ReducerOptions, bucket_caps_bytes, sparse_parameters
 from lightning_ddp.ddp.buffers import Buffers, Moment, when_to_broadcast
-from lightning_ddp.ddp.layout import ReducerOptions, bucket_caps_bytes
-from lightning_ddp.ddp.mixed_precision import MixedPrecision
-from lightning_ddp.ddp.module_checks import (
+from lightning_ddp.ddp.reducer import Reducer
+from lightning_ddp.ddp.reduction import CommHook
+from lightning_ddp.ddp.replica_hash import differing_state, state_of_optimizers
+from lightning_ddp.ddp.wrapped_module import (
+    MixedPrecision,
     ParameterPlaces,
     check_backend,
     check_device_ids,
@@ -38,9 +40,6 @@ from lightning_ddp.ddp.module_checks import (
     trainable_parameters,
     verify_across_ranks,
 )
-from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.reduction import CommHook
-from lightning_ddp.ddp.replica_hash import differing_state, state_of_optimizers
 from lightning_ddp.errors import CommHookError, ConfigurationError, UnsuitableModuleError, require
 from lightning_ddp.shm.hosts import Hosts, Transport, check_transport, find_hosts
 from lightning_ddp.telemetry.step_record import StepRecorder
@@ -199,9 +198,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 "reduce_dtype": str(getattr(mixed_precision, "reduce_dtype", None)),
             }
             token = verify_across_ranks(self._group, named, self.device, settings)
-        mixed: MixedPrecision | None = None
-        if mixed_precision is not None:
-            mixed = MixedPrecision(mixed_precision, module, frozenset(self.parameters_to_ignore))
+        ignored = frozenset(self.parameters_to_ignore)
+        mixed = None if mixed_precision is None else MixedPrecision(mixed_precision, module, ignored)
         self._mixed = mixed
         self._options = ReducerOptions(
             caps_bytes=caps_bytes,
@@ -307,12 +305,6 @@ class BucketedDDP(Joinable, torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the next backward pass is synchronized unless inside `no_sync`."""
         tell_dynamo()
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        with inside_forward(self.bucket_bytes_cap):
-            output = self.module(*inputs, **kwargs)
-        return self._post_forward(output)
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._has_prepared:
             self._prepare()
         is_training = torch.is_grad_enabled()
@@ -329,9 +321,8 @@ class BucketedDDP(Joinable, torch.nn.Module):
         if self._mixed is not None:
             self._mixed.cast_parameters()
             inputs, kwargs = self._mixed.cast_inputs((inputs, kwargs))
-        return inputs, kwargs
-
-    def _post_forward(self, output: Any) -> Any:
+        with inside_forward(self.bucket_bytes_cap):
+            output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.reducer.recorder.end_forward()
         self._sync_buffers_if_due("after_forward")
@@ -514,9 +505,9 @@ class BucketedDDP(Joinable, torch.nn.Module):
         Raises:
             ConfigurationError: There is no default process group.
         """
-        if not enable and not dist.is_initialized():
-            return nullcontext()
         if not dist.is_initialized():
+            if not enable:
+                return nullcontext()
             raise ConfigurationError(
                 "join() needs torch.distributed.init_process_group, because torch's Join communicates"
                 " through it"

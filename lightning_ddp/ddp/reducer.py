@@ -19,10 +19,8 @@ import torch
 
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
-from lightning_ddp.ddp.bucket import Bucket, BucketSpec
-from lightning_ddp.ddp.gradient_errors import BackwardFailures, Board, refuse_double_backward
-from lightning_ddp.ddp.gradients import Gradients, find_tensors
-from lightning_ddp.ddp.layout import NETWORK_CAPS_BYTES, BucketLayout, ReducerOptions
+from lightning_ddp.ddp.bucket import NETWORK_CAPS_BYTES, Bucket, BucketLayout, BucketSpec, ReducerOptions
+from lightning_ddp.ddp.gradients import BackwardFailures, Gradients, find_tensors, refuse_double_backward
 from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.hosts import Hosts
@@ -35,8 +33,8 @@ _Hook = Callable[[torch.Tensor], None]
 class Reducer:
     """Engine that averages the gradients of `parameters` over the ranks of `group`, in buckets.
 
-    The parameters, all of which require gradients, are the same on all ranks, in the same order. If some
-    ranks share a host, construction is collective.
+    The parameters, all of which require gradients, are in the same order on all ranks. If some ranks share a
+    host, construction is collective.
 
     Args:
         device: device of the small tensors of exchanges between ranks.
@@ -69,7 +67,7 @@ class Reducer:
         self._group = group
         self._device = device
         self.reduction = Reduction(group, memory)
-        self.failures = BackwardFailures(Board(group, token), self.layout.names)
+        self.failures = BackwardFailures(group, token, self.layout.names)
         self._lock = threading.Lock()
         self._beginning = threading.RLock()  # autograd has a thread for each device
         self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
@@ -151,12 +149,8 @@ class Reducer:
             parameter.requires_grad_(is_on)
 
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
-        """Return a parameter's gradient hook, which counts arrivals and starts a full bucket's reduction.
-
-        It is the hottest code of a step. Its reference to the reducer is weak, so that parameters do not keep
-        the reducer alive.
-        """
-        owner = weakref.ref(self)
+        """Return a parameter's gradient hook, which counts arrivals and starts a full bucket's reduction."""
+        owner = weakref.ref(self)  # parameters must not keep the reducer alive
         is_early = position in bucket.early and not self._are_hooks_learning
         note_unsynced = self._gradients.unsynced.add if self._gradients.finds_unused else None
 
@@ -194,9 +188,6 @@ class Reducer:
 
         Parameters in `absent` get no gradient on any rank, nor do those with `requires_grad` off. If the last
         backward was interrupted, wait for the reductions that it had launched.
-
-        Raises:
-            BackwardOrderError, MissingGradientError: the ranks cannot continue after an earlier step.
         """
         self.failures.check_usable()
         interrupted, self._backward = self._backward, None
@@ -216,13 +207,6 @@ class Reducer:
 
         for tensor in tensors:  # these hooks run first, and in the outermost of nested backwards
             tensor.register_hook(start)
-
-    def disarm(self) -> None:
-        """Let gradients accumulate without synchronization until `arm`."""
-        if self._backward is not None:
-            self._backward.is_armed = False
-        for bucket in self.buckets:
-            bucket.armed = False
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
         """Undo a failed backward's changes of `.grad`; with `waits`, first wait for its unused reductions."""
@@ -312,7 +296,9 @@ class Reducer:
         state = self._backward
         assert state is not None
         self.recorder.end_backward()
-        self.disarm()
+        state.is_armed = False
+        for bucket in self.buckets:
+            bucket.armed = False
         self._close_buckets(state)
         absent = self._gradients.absent()
         exchange = self._gradients.start_exchange(absent)
@@ -389,7 +375,7 @@ class Reducer:
 
     def _watch(self, state: BackwardState) -> Callable[[float], None]:
         """Return a callback for waits of this backward that raises if another rank lacks gradients."""
-        return self.failures.board.watch(state.step, state.num_taken)
+        return self.failures.watch(state.step, state.num_taken)
 
     def _run_allreduce_hook(self, bucket: Any) -> Any:
         """Start the sum of a bucket over the ranks; return its future. torch's own hooks call this method."""

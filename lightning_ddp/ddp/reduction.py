@@ -14,7 +14,8 @@ from lightning_ddp.catalogue import hook_name
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket
 from lightning_ddp.errors import CommHookError
-from lightning_ddp.shm.shared_memory import Deferred, SharedMemory, Worker
+from lightning_ddp.shm.shared_memory import SharedMemory
+from lightning_ddp.shm.worker import Deferred, Worker
 
 _INLINE_BYTES = 2 * 1024 * 1024
 """Largest last bucket that the waiting thread reduces itself: waking another thread would take as long as the
@@ -23,10 +24,6 @@ thread would only slow down the backward."""
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """`hook(state, bucket)`, called once a bucket is full; its future holds the reduced flat gradient."""
-
-
-def _ignore(_waited_s: float) -> None:
-    """Do nothing: the default callback of a wait, which gets the seconds waited so far."""
 
 
 @dataclass(slots=True)
@@ -45,8 +42,6 @@ class BackwardState:
     """Indices of the parameters whose gradients have arrived, in order of arrival."""
     num_taken: int = 0
     """Number of buckets, in launch order, that have been passed to the reduction."""
-    on_slice: Callable[[float], None] = _ignore
-    """Callback of a reduction by the waiting thread, called with the seconds waited so far."""
 
     @property
     def is_running(self) -> bool:
@@ -64,11 +59,12 @@ class Reduction:
     def __init__(self, group: Group, memory: SharedMemory | None = None) -> None:
         self._group = group
         self._memory = memory
-        self._worker = Worker(group.interrupt.activity.busy if group.interrupt is not None else None)
+        self._worker = Worker("lightning_ddp reduce", group)
         self.hook: CommHook | None = None
         """The communication hook that reduces the buckets; None for the built-in mean."""
         self.state: Any = None
         self.scale: float | None = 1.0 / group.size  # factor of gradients when they are copied to the bucket
+        self._on_slice: Callable[[float], None] | None = None
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Reduce buckets with `hook` from the next backward on; it has to divide by the number of ranks."""
@@ -93,7 +89,7 @@ class Reduction:
         if bucket.is_skipped or not bucket.flat.numel():
             return
         if self.hook is None:
-            bucket.work = self._start_mean(bucket, state)
+            bucket.work = self._start_mean(bucket)
             return
         try:
             with without_engine_context():
@@ -106,7 +102,7 @@ class Reduction:
             raise self._error(bucket, state, f"returned {kind}: {wanted}; make one of the flat gradient")
         bucket.work = future
 
-    def _start_mean(self, bucket: Bucket, state: BackwardState) -> Any:
+    def _start_mean(self, bucket: Bucket) -> Any:
         memory, flat = self._memory, bucket.flat
         label = f"reduce of bucket {bucket.index()}"
         if memory is None or bucket.spec.is_sparse:
@@ -115,14 +111,14 @@ class Reduction:
         begin: Callable[[], Any] = partial(self._worker.submit, job)
         is_short = bucket.is_last() and flat.nbytes <= _INLINE_BYTES
         if memory.is_one_host and (is_short or not memory.has_spare_processor):
-            begin = partial(Deferred, partial(job, on_slice=lambda waited_s: state.on_slice(waited_s)))
+            begin = partial(Deferred, lambda: job(on_slice=self._on_slice))
         return self._group.start("all_reduce", (flat,), begin, label=label)
 
     def wait(self, bucket: Bucket, state: BackwardState, on_slice: Callable[[float], None]) -> None:
         """Wait until a launched bucket's flat buffer holds the result; call `on_slice` meanwhile."""
         work = bucket.work
         if self.hook is None:
-            state.on_slice = on_slice  # for a deferred job, which this thread runs now
+            self._on_slice = on_slice  # for a deferred job, which this thread runs now
             self._group.wait(work, bucket.spec.device, on_slice)
             return
         bucket.work = None  # frees its result, which may hold another copy of the gradients

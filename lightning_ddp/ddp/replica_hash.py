@@ -21,8 +21,6 @@ from lightning_ddp._torch import tree_leaves
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
 
-__all__ = ["Hashed", "State", "StateHasher", "differing_state", "state_of_optimizers"]
-
 State = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors and numbers, by name."""
 _SHARDED = ("ZeroRedundancyOptimizer", "DistributedOptimizer")
@@ -203,8 +201,8 @@ class StateHasher:
     def begin(self) -> None:
         """Restart the numbers of hashes and the cycle of slices; all ranks do so after the same step."""
         self.num_hashed = 0
-        self._queued: deque[tuple[Callable[[tuple[int, ...]], Hashed], Tensor, Any]] = deque()
-        """Hashes whose values may still be on a device, with the event after which they are not."""
+        self._queued: deque[tuple[Hashed, Tensor, Any]] = deque()
+        """Hashes with their values, which may be on a device until an event, if there is one."""
         self._kept: deque[Hashed] = deque(maxlen=_MOST_KEPT)
         self._fresh: deque[Hashed] = deque(maxlen=_MOST_KEPT // 2)
         self.begin_cycle()
@@ -227,26 +225,20 @@ class StateHasher:
             return
         part = self.cycle[self._position]
         self._position, self.num_hashed = self._position + 1, self.num_hashed + 1
+        hashed = Hashed(self.num_hashed, step, part.names, part.is_state, values=())
         values = part.compute()
-        make: Callable[[tuple[int, ...]], Hashed]
-        make = partial(Hashed, self.num_hashed, step, part.names, part.is_state)
-        if values.device.type != "cuda" and not self._queued:
-            self._keep(make(tuple(values.tolist())))
-            return
-        event = None
+        event: Any = None
         if values.device.type == "cuda":
             on_device, event = values, torch.cuda.Event()
             values = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True)
             values.copy_(on_device, non_blocking=True)
             event.record(torch.cuda.current_stream(on_device.device))
-        self._queued.append((make, values, event))
+        self._queued.append((hashed, values, event))
         while self._queued and (self._queued[0][2] is None or self._queued[0][2].query()):
-            make, values, _ = self._queued.popleft()
-            self._keep(make(tuple(values.tolist())))
-
-    def _keep(self, hashed: Hashed) -> None:
-        self._kept.append(hashed)
-        self._fresh.append(hashed)
+            hashed, values, _ = self._queued.popleft()
+            hashed = Hashed(*hashed[:-1], tuple(values.tolist()))
+            self._kept.append(hashed)
+            self._fresh.append(hashed)
 
     def _read_all(self) -> None:
         tensors, numbers = self._read()

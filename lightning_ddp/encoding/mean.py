@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -28,23 +28,8 @@ _SCALE_BYTES = 4
 # ---------------------------------------------------------------------- codecs
 
 
-class Codec(Protocol):
-    """Encoder of rows of numbers as rows of bytes, and decoder."""
-
-    block_size: int
-    """Number of elements of a block; rows of whole blocks are encoded without a copy."""
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode floating-point rows (k, m) as uint8 (k, number of bytes, which depends on m only)."""
-        ...
-
-    def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """Decode uint8 (k, number of bytes) to float32 (k, numel), non-finite values included."""
-        ...
-
-
 class _BlockCodec:
-    """Codec with 8-bit codes of values divided by their block's scale; the scales come first.
+    """Codec with 8-bit codes of values divided by their block's scale.
 
     Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, section 2.1. A scale maps the
     largest element of its block to `largest`, the largest code.
@@ -55,9 +40,13 @@ class _BlockCodec:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        """Number of elements of a block; rows of whole blocks are encoded without a copy."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return uint8 rows: scales of all blocks, then 8-bit codes of the values; zeros stay zero."""
+        """Encode floating-point rows (k, m) as uint8 (k, number of bytes, which depends on m only).
+
+        Scales of all blocks come first, then 8-bit codes of the values; zeros stay zero.
+        """
         num_rows, length = rows.shape
         if length % self.block_size:
             rows = torch.nn.functional.pad(rows, (0, -length % self.block_size))
@@ -75,6 +64,7 @@ class _BlockCodec:
         return torch.cat([scales.view(torch.uint8), codes], dim=1)
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        """Decode uint8 (k, number of bytes) to float32 (k, numel), non-finite values included."""
         num_rows, num_blocks = data.shape[0], -(-numel // self.block_size)
         # A slice of a single row counts as contiguous, but keeps the stride of the whole row.
         scales = data[:, : num_blocks * _SCALE_BYTES].clone(memory_format=torch.contiguous_format)
@@ -110,6 +100,10 @@ class CastCodec:
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         return data.view(self._dtype).float()
+
+
+Codec = _BlockCodec | CastCodec
+"""Encoder of rows of numbers as rows of bytes, and decoder."""
 
 
 # ---------------------------------------------------------------------- wires

@@ -7,9 +7,7 @@ and of the user from getting between them.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -19,7 +17,8 @@ import torch
 from lightning_ddp._torch import all_gather_flat
 from lightning_ddp.comm.group import JOB_MARK, Group, sibling_group
 from lightning_ddp.errors import LightningDDPError
-from lightning_ddp.shm.shared_memory import Deferred, open_staging
+from lightning_ddp.shm.shared_memory import open_staging
+from lightning_ddp.shm.worker import Deferred, Worker
 
 Wait = Callable[[], torch.Tensor]
 _Job = Callable[[], torch.Tensor | None]
@@ -27,7 +26,7 @@ _HALT_S = 10.0
 
 
 class Channel:
-    """Queue of communicating jobs, run in order in a thread that lives while there are jobs.
+    """Queue of communicating jobs, run in order in a thread.
 
     If torch does not know the group, and the group has no store, there is no separate group, and `submit`
     runs a job at once. The collectives here are for jobs; they count the bytes that this rank sends when the
@@ -48,9 +47,7 @@ class Channel:
         """Duration of all jobs in seconds, waits included."""
         self.wait_s = 0.0
         """Duration of waits for collectives in jobs, in seconds."""
-        self._jobs: deque[tuple[_Job, torch.futures.Future[torch.Tensor], Any]] = deque()
-        self._lock = threading.Lock()
-        self._is_running = False
+        self._worker = Worker("lightning_ddp channel", self.group)
         self._failure: Exception | None = None
         self._staging = cache(partial(open_staging, self.group, device))
         """Function that returns the ranks' shared memory or None; its first call, in a job, communicates."""
@@ -77,14 +74,11 @@ class Channel:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         setattr(future, JOB_MARK, True)
         event = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
-        if not self._has_own_group:
-            self._run(job, future, event)
-            return future
-        with self._lock:
-            self._jobs.append((job, future, event))
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._work, name="lightning_ddp channel", daemon=True).start()
+        run = partial(self._run, job, future, event)
+        if self._has_own_group:
+            self._worker.submit(run)
+        else:
+            run()
         return future
 
     def halt(self) -> None:
@@ -92,26 +86,9 @@ class Channel:
 
         Thread-safe.
         """
-        with self._lock:
-            self._failure = self._failure or LightningDDPError("the ranks of this channel form a new group")
-        ends_at = time.monotonic() + _HALT_S
-        while self._is_running:
-            if time.monotonic() > ends_at:
-                raise LightningDDPError(f"a job of the channel still runs {_HALT_S} s after a rank was lost")
-            time.sleep(0.001)
-
-    def _work(self) -> None:
-        busy = self.group.interrupt.activity.busy if self.group.interrupt is not None else set()
-        busy.add(threading.get_ident())
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._is_running = False
-                    busy.discard(threading.get_ident())
-                    return
-                job, future, event = self._jobs.popleft()
-            self._run(job, future, event)
-            del job, future, event  # an idle thread must not keep gradients alive
+        self._failure = self._failure or LightningDDPError("the ranks of this channel form a new group")
+        if not self._worker.end(_HALT_S):
+            raise LightningDDPError(f"a job of the channel still runs {_HALT_S} s after a rank was lost")
 
     def _run(self, job: _Job, future: torch.futures.Future[torch.Tensor], event: Any) -> None:
         if self._failure is not None:
@@ -125,24 +102,20 @@ class Channel:
                 start = time.perf_counter()
                 result = job()
                 self.busy_s += time.perf_counter() - start
-                future.set_result(self._anchored(result))
+                if result is None:
+                    result = torch.empty(0, device=self.device)
+                elif result.device.type != self.device.type:
+                    raise RuntimeError(
+                        f"a job of the channel on {self.device} returned a tensor on {result.device}, so its"
+                        " queued work cannot be waited for. Return a tensor of that device, or None."
+                    )
+                future.set_result(result)
         except (LightningDDPError, RuntimeError) as error:
             self._fail(future, error)
         except Exception as error:  # noqa: BLE001 (any error is passed to the waiting thread)
             wrapped = RuntimeError(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             self._fail(future, wrapped)
-
-    def _anchored(self, result: torch.Tensor | None) -> torch.Tensor:
-        """Return a job's result on the channel's device, for which its future waits; empty for None."""
-        if result is None:
-            return torch.empty(0, device=self.device)
-        if result.device.type != self.device.type:
-            raise RuntimeError(
-                f"a job of the channel on {self.device} returned a tensor on {result.device}, so its queued"
-                " work cannot be waited for. Return a tensor of that device, or None."
-            )
-        return result
 
     def _fail(self, future: torch.futures.Future[torch.Tensor], error: Exception) -> None:
         self._failure = self._failure or error

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import lightning_ddp.shm.shared_memory  # noqa: F401 (its exit handler has to run after that of this module)
+import lightning_ddp.shm.worker  # noqa: F401 (its exit handler has to run after that of this module)
 from lightning_ddp._lightning import ClusterEnvironment
 from lightning_ddp._torch import default_store, known_groups, never_destroy
 from lightning_ddp.comm.teardown import destroy_groups, remember_connections

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import torch
 from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError, one_of
-from lightning_ddp.shm.arena import are_semaphores_available
 
 Transport = Literal["auto", "gloo", "shared_memory"]
 """Transport of gradients and parameters between CPU ranks of one host."""
@@ -55,10 +55,6 @@ class Hosts:
         """The ranks of this rank's host, itself included."""
         return next(ranks for ranks in self.by_host if self.rank in ranks)
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        return tuple(ranks[0] for ranks in self.by_host)
-
 
 def find_hosts(group: Group, device: torch.device, host: str | None = None) -> Hosts | None:
     """Return which ranks share a host, and so can use shared memory; None if it is not to be used.
@@ -78,7 +74,8 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
         where = group.backend(device) + f" on {device.type}" * (device.type != "cpu")
         give_up(group, f"shared memory is for CPU ranks of gloo groups, but this is a group of {where}")
         return None
-    is_able = are_semaphores_available() and hasattr(os, "memfd_create")
+    # Memory files, and semaphores with waits by the monotonic clock.
+    is_able = hasattr(os, "memfd_create") and hasattr(ctypes.CDLL(None), "sem_clockwait")
     mine = (host or _this_host(), os.getpid(), is_able, _processors())
     names, pids, abilities, processors = zip(*all_gather_objects(group, mine, device), strict=True)
     by_host = tuple(

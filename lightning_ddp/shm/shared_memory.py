@@ -4,30 +4,40 @@ Each rank's tensors lie in arenas that all ranks of the host map. Once all tenso
 its share of the elements over the ranks, in rank order, and writes the sum into the tensors of all ranks:
 every element is read once and written once on each rank, and all ranks get the same bits. Between hosts the
 first rank of each host all-reduces the host's sum by gloo, and the other ranks of the host copy the result.
-`Staging` reduces tensors that lie elsewhere; a `Worker` reduces while its caller continues.
+`Staging` reduces tensors that lie elsewhere.
+
+An arena is an anonymous file (`memfd_create`): its size does not depend on /dev/shm, and the kernel frees it
+with the last process that maps it, however that process ends. Peers open it through /proc to connect.
 """
 
 from __future__ import annotations
 
-import atexit
+import ctypes
+import mmap
 import os
-import queue
-import threading
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from datetime import timedelta
-from typing import ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_ddp.comm.collectives import all_gather_objects
 from lightning_ddp.comm.group import SLICE_S, Group, sub_group
-from lightning_ddp.shm.arena import Arena, OwnArena, Semaphore, birth_of, open_arena
 from lightning_ddp.shm.hosts import Hosts, find_hosts, give_up
+from lightning_ddp.shm.worker import check_not_ending
 
 _CPU = torch.device("cpu")
+_NAME = "lightning_ddp"
+_TOKEN_BYTES = 16
+_ALIGNMENT = 64
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_START_TIME = 18
+"""Index of the start time in /proc/<pid>/stat after the state."""
+_NS_PER_S = 1_000_000_000
 _CHUNK_NUMEL = 32 * 1024
 """Elements added at a time: few enough to stay in the cache, and for torch to start no threads."""
 _SHARE_ALIGNMENT = 16
@@ -38,15 +48,156 @@ _DTYPES = (torch.float32, torch.float64, *_NARROW, *_INTEGERS)
 _NOTHING = -1
 _PIECE_BYTES = 2**20
 _LENT_BYTES = 2**23
-_IDLE_S = 5.0
-_END_S = 1.0
 # Offsets in a rank's control arena; each has a separate cache line.
 _REQUEST, _IS_CLOSED, _SEMAPHORES = 0, 64, 128
 
 _Ticket = tuple[int, int, bytes]
-
+"""Descriptor, size and token by which a peer maps an arena, with the id of its process."""
 _Chunks = Sequence[tuple[torch.Tensor, ...]]
 """Elements that one rank adds, by chunk: the same slice of each contributing rank, in rank order."""
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Arena:
+    """Shared memory mapped from a memory file, zero at first; unmapped with the last tensor in it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._buffer = _map(descriptor, nbytes)
+        self.bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        """The whole memory as a 1-D uint8 tensor."""
+        self.address = self.bytes.data_ptr()
+
+    def view(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """Return `numel` elements from byte `offset` on as a 1-D tensor."""
+        return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def integers(self, offset: int, count: int) -> memoryview:
+        """Return `count` 64-bit integers from byte `offset` on, which must be a multiple of 8."""
+        return memoryview(self._buffer).cast("B")[offset : offset + 8 * count].cast("q")
+
+
+class OwnArena(Arena):
+    """Shared memory that this rank has created, which peers can map until `close_descriptor`.
+
+    Raises:
+        OSError: shared memory is not available, or not enough of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        nbytes = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._descriptor = os.memfd_create(_NAME)
+        try:
+            size = nbytes + _TOKEN_BYTES
+            os.posix_fallocate(self._descriptor, 0, size)  # without it, a lack of memory is a later SIGBUS
+            os.pwrite(self._descriptor, self._token, nbytes)
+            super().__init__(self._descriptor, nbytes)
+        except BaseException:
+            self.close_descriptor()
+            raise
+
+    @property
+    def ticket(self) -> _Ticket:
+        return self._descriptor, self.nbytes, self._token
+
+    def close_descriptor(self) -> None:
+        """Prevent peers from mapping this memory from now on; existing mappings stay."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def open_arena(pid: int, ticket: _Ticket) -> Arena:
+    """Map shared memory that a process of this host has created, by its id and `OwnArena.ticket`.
+
+    Raises:
+        OSError: the arena cannot be opened, because of permissions or because the process is in another
+            container.
+    """
+    number, nbytes, token = ticket
+    path = f"/proc/{pid}/fd/{number}"
+    found = os.readlink(path)
+    if not found.startswith(f"/memfd:{_NAME}"):  # in another container, the id is of another process
+        raise OSError(f"{path} is {found}, not shared memory of this package")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.pread(descriptor, _TOKEN_BYTES, nbytes) != token:
+            raise OSError(f"{path} is the memory of another process")
+        return Arena(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, nbytes: int) -> Any:
+    """Map a descriptor's memory and return it as a byte array; `mmap` would keep a descriptor open, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, nbytes, rights, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(buffer, libc.munmap, address, nbytes).atexit = False
+    return buffer
+
+
+def birth_of(pid: int) -> str | None:
+    """Return a living process's start time, to tell it from a later one with its id; None if it has ended."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[_START_TIME] if state not in "ZX" else None
+    return None
+
+
+# ---------------------------------------------------------------------- semaphores
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc, _libc_without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)
+
+
+class Semaphore:
+    """A semaphore at an address of shared memory, for all processes that map it."""
+
+    NBYTES = 64
+    """Bytes of a semaphore: more than a `sem_t`, and a separate cache line."""
+
+    def __init__(self, address: int) -> None:
+        self._address = ctypes.c_void_p(address)
+
+    def create(self) -> None:
+        if _libc.sem_init(self._address, 1, 0):
+            raise OSError("sem_init failed")
+
+    def post(self) -> None:
+        """Increment the count and wake a waiting process, which sees all earlier writes; never block."""
+        _libc.sem_post(self._address)
+
+    def try_wait(self) -> bool:
+        """Decrement the count if it is above zero; return True if it was."""
+        return bool(_libc.sem_trywait(self._address) == 0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait without the GIL until the count is above zero, and decrement it.
+
+        Return False after `timeout_s` seconds, or at a signal.
+        """
+        deadline_ns = time.monotonic_ns() + int(timeout_s * _NS_PER_S)
+        until = _Timespec(deadline_ns // _NS_PER_S, deadline_ns % _NS_PER_S)
+        found = _libc_without_gil.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(until))
+        return bool(found == 0)
+
+
+# ---------------------------------------------------------------------- the all-reduce
 
 
 class Request(NamedTuple):
@@ -126,7 +277,8 @@ class SharedMemory:
         for arena in self._own:
             arena.close_descriptor()
         if offers is not None and not self.is_one_host:
-            self._leaders = sub_group(self._group, self._hosts.leaders, _CPU)
+            leaders = tuple(ranks[0] for ranks in self._hosts.by_host)
+            self._leaders = sub_group(self._group, leaders, _CPU)
         return offers is not None
 
     def _tell(self, tickets: list[_Ticket]) -> list[list[_Ticket]] | None:
@@ -170,10 +322,10 @@ class SharedMemory:
     # ------------------------------------------------------------------ all-reduce
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the index of the shared memory block with a tensor, and the offset there, or None."""
+        """Return the number of the arena with a contiguous tensor, and the offset there in bytes, or None."""
         for number, arena in enumerate(self._own):
-            offset = arena.offset_of(tensor)
-            if number and offset is not None:
+            offset = tensor.data_ptr() - arena.address
+            if number and 0 <= offset <= arena.nbytes - tensor.nbytes:
                 return number, offset
         return None
 
@@ -230,7 +382,7 @@ class SharedMemory:
         if self._leaders is not None:
             mine = requests[self._me]
             host_sum = contributions[0] if contributions else torch.zeros(mine.numel, dtype=mine.dtype)
-            self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU, lambda _: _check_not_ending())
+            self._leaders.wait(self._leaders.all_reduce(host_sum), _CPU, lambda _: check_not_ending())
         self._meet()
         own = views[self._me]
         if own is not None and own is not contributions[0]:
@@ -294,7 +446,7 @@ class SharedMemory:
             if semaphore.wait(SLICE_S):
                 return True
             group.check()
-            _check_not_ending()
+            check_not_ending()
             if self._are_closed[self._me][0]:
                 raise RuntimeError(f"rank {group.rank}: this rank has let go of its shared memory")
             if self._is_gone(index):
@@ -367,6 +519,9 @@ def _add_in_float32(chunks: _Chunks, gives_all: bool) -> None:
             out.copy_(part)
 
 
+# ---------------------------------------------------------------------- tensors that lie anywhere
+
+
 class Staging:
     """Staging buffer of a few MiB in shared memory, through which any tensors are reduced in pieces.
 
@@ -415,120 +570,3 @@ def open_staging(group: Group, device: torch.device) -> Staging | None:
     memory = SharedMemory(group, hosts)
     staging = Staging(memory)
     return staging if memory.connect() else None
-
-
-def _check_not_ending() -> None:
-    """Raise if the interpreter is exiting, to end waits of jobs whose result nobody needs then."""
-    if Worker.is_ending.is_set():
-        raise RuntimeError("the interpreter is exiting")
-
-
-class Work:
-    """A job of a `Worker`, with the methods of torch's `Work` that waits use."""
-
-    def __init__(self, job: Callable[[], None]) -> None:
-        self._job: Callable[[], None] | None = job
-        self._is_done = False
-        self.begun_ns: int | None = None
-        """Start time, in ns of `time.perf_counter_ns`; None before."""
-        self._error: BaseException | None = None
-        self._latch = threading.Lock()
-        self._latch.acquire()
-
-    def is_completed(self) -> bool:
-        return self._is_done
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the job has ended; raise its error, or RuntimeError after the timeout."""
-        if not self._is_done:
-            if not self._latch.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
-                raise RuntimeError(f"an all-reduce over shared memory has not ended within {timeout}")
-            self._latch.release()  # for other waiting threads
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def run(self) -> None:
-        """Run the job and store its error, if any; called once."""
-        self.begun_ns = time.perf_counter_ns()
-        job, self._job = self._job, None  # a kept work must not keep its tensors alive
-        try:
-            if job is not None:
-                job()
-        except BaseException as error:  # noqa: BLE001 (any error is passed to the waiting thread)
-            self._error = error
-        self._is_done = True
-        self._latch.release()
-
-
-class Deferred(Work):
-    """Work whose job runs in the thread that waits for it."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Run the job in the calling thread, without a timeout; raise its error."""
-        if not self.is_completed():
-            self.run()
-        return super().wait(timeout)
-
-
-class Worker:
-    """Thread that runs jobs in the order of their submission, and stops when it is idle.
-
-    While it has jobs, the thread's identifier is in `busy`.
-    """
-
-    is_ending: ClassVar = threading.Event()
-    """Event that is set when the interpreter is about to exit."""
-    workers: ClassVar[weakref.WeakSet[Worker]] = weakref.WeakSet()
-
-    def __init__(self, busy: set[int] | None = None) -> None:
-        self._busy = busy if busy is not None else set()
-        self._jobs: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self.workers.add(self)
-
-    def submit(self, job: Callable[[], None]) -> Work:
-        """Queue a job for the thread; return a `Work` to wait for it."""
-        work = Work(job)
-        with self._lock:
-            self._jobs.put(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._main, name="lightning_ddp reduce", daemon=True)
-                self._thread.start()
-        return work
-
-    def _main(self) -> None:
-        while True:
-            work: Work | None = None  # an idle thread must not keep gradients alive
-            with suppress(queue.Empty):
-                work = self._jobs.get(timeout=_IDLE_S)
-            if work is not None:
-                self._busy.add(threading.get_ident())
-                work.run()
-                self._busy.discard(threading.get_ident())
-                continue
-            with self._lock:
-                if self._jobs.empty():  # otherwise a job was queued after the timeout
-                    self._thread = None
-                    return
-
-    def end(self) -> None:
-        """Stop the thread after its queued jobs; wait for that for at most a second."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join(_END_S)
-
-
-# A fork has none of the threads, and their locks may be held forever.
-os.register_at_fork(after_in_child=Worker.workers.clear)
-
-
-@atexit.register
-def _end_all() -> None:
-    """Stop all workers at exit: a thread in a torch operation would abort the process."""
-    Worker.is_ending.set()
-    for worker in list(Worker.workers):
-        worker.end()

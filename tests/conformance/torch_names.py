@@ -19,13 +19,11 @@ from torch.nn.parallel import distributed as torch_ddp
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
 from lightning_ddp.comm.collectives import broadcast_coalesced
-from lightning_ddp.ddp.bucket import sparse_parameters
-from lightning_ddp.ddp.gradient_errors import BackwardFailures
-from lightning_ddp.ddp.layout import BucketLayout
-from lightning_ddp.ddp.mixed_precision import MixedPrecision
+from lightning_ddp.ddp.bucket import BucketLayout, sparse_parameters
+from lightning_ddp.ddp.gradients import BackwardFailures
 from lightning_ddp.ddp.module import BucketedDDP
-from lightning_ddp.ddp.module_checks import trainable_parameters
 from lightning_ddp.ddp.reducer import Reducer
+from lightning_ddp.ddp.wrapped_module import MixedPrecision, trainable_parameters
 from lightning_ddp.errors import BackwardOrderError, ConfigurationError
 from lightning_ddp.telemetry.step_record import StepRecord
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from lightning_ddp.averaging import AveragerPlan, parse_averager
 from lightning_ddp.averaging.local_sgd import HierarchicalSGDOptions
-from lightning_ddp.ddp.layout import bucket_caps_bytes
+from lightning_ddp.ddp.bucket import bucket_caps_bytes
 from lightning_ddp.encoding.mean import CHUNK_NUMEL
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hooks import parse_hook

@@ -1,4 +1,4 @@
-"""Checks of arguments of `BucketedDDP`, of equality across ranks, and for replaced parameters.
+"""The wrapped module: checks of it and of the arguments, replaced parameters, parameters in low precision.
 
 Messages contain the text of torch's DDP for the same error, which filters of logs search for.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp._torch import parameters_of, root_of_mesh
+from lightning_ddp._torch import parameters_of, queue_callback, root_of_mesh, tree_map
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
@@ -62,31 +62,27 @@ def check_process_group(process_group: Any | None, device_mesh: Any | None) -> A
     """Return the process group to use: the given group, that of the mesh, or the default group."""
     if process_group is not None and device_mesh is not None:
         raise ProcessGroupError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is not None:
-        return _group_of_mesh(device_mesh)
     if process_group is not None:
         return process_group
-    if not (dist.is_available() and dist.is_initialized()):
+    if device_mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ProcessGroupError(
+                "no process group. Call torch.distributed.init_process_group first, or pass process_group=."
+            )
+        return dist.group.WORLD
+    if device_mesh.ndim != 1:
         raise ProcessGroupError(
-            "no process group. Call torch.distributed.init_process_group first, or pass process_group=."
+            f"Only 1D device mesh is supported, but this one has {device_mesh.ndim} dimensions:"
+            f" {device_mesh}. Slice the data-parallel dimension out of it (mesh['dp'])."
         )
-    return dist.group.WORLD
-
-
-def _group_of_mesh(mesh: Any) -> Any:
-    if mesh.ndim != 1:
-        raise ProcessGroupError(
-            f"Only 1D device mesh is supported, but this one has {mesh.ndim} dimensions: {mesh}."
-            " Slice the data-parallel dimension out of it (mesh['dp'])."
-        )
-    root = root_of_mesh(mesh)
-    if root != mesh:
+    root = root_of_mesh(device_mesh)
+    if root != device_mesh:
         raise ProcessGroupError(
             f"device_mesh is a part of {root}, and tensor parallelism inside the module (DTensor"
             " parameters) is not supported. Pass process_group=mesh.get_group() for a module of plain"
             " tensors."
         )
-    return mesh.get_group(mesh_dim=0)
+    return device_mesh.get_group(mesh_dim=0)
 
 
 def check_backend(
@@ -277,3 +273,76 @@ class ParameterPlaces:
         for tensor in find_tensors(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(check)
+
+
+# ---------------------------------------------------------------------- low precision in a step
+
+
+class MixedPrecision:
+    """Mixed precision: swaps parameters for low-precision copies and back; construction casts the buffers.
+
+    Outside of a step parameters are in full precision, and gradients arrive so. `config` is that of torch's
+    DDP (`_MixedPrecision`, experimental there).
+    """
+
+    def __init__(self, config: Any, module: torch.nn.Module, ignored: frozenset[str]) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(config, name, None)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ConfigurationError(f"mixed_precision.{name}={dtype}: expected a floating-point dtype")
+        self.config = config
+        self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
+        """Dtype in which gradients are reduced; None for that of each parameter."""
+        self._params = [
+            p for name, p in module.named_parameters() if name not in ignored and p.is_floating_point()
+        ]
+        self._full: list[torch.Tensor] = []  # full-precision data while parameters hold copies
+        for name, buffer in module.named_buffers() if config.buffer_dtype is not None else ():
+            if name not in ignored and buffer.is_floating_point():
+                buffer.data = buffer.to(config.buffer_dtype)
+
+    def cast_parameters(self) -> None:
+        """Replace the data of parameters and gradients by low-precision copies, before a forward."""
+        dtype = self.config.param_dtype
+        if dtype is not None and not self._full:
+            self._full = [p.data for p in self._params]
+            for p in self._params:
+                self._swap(p, p.data.to(dtype))
+
+    def restore_parameters(self) -> None:
+        """Restore parameters and gradients in full precision, after a backward."""
+        full, self._full = self._full, []
+        for p, data in zip(self._params, full, strict=False):  # none if they are in full precision already
+            self._swap(p, data)
+
+    @staticmethod
+    def _swap(parameter: Any, data: torch.Tensor) -> None:
+        grad = parameter.grad
+        parameter.grad = None  # must have the parameter's dtype at any time
+        parameter.data = data
+        if grad is not None:
+            parameter.grad = grad.to(data.dtype)
+            if grad.is_cuda:  # allocated on another stream maybe, which would reuse the memory too early
+                grad.record_stream(torch.cuda.current_stream(grad.device))
+
+    def restore_after_backward(self, outputs: Any) -> None:
+        """Restore parameters at the end of a backward from `outputs`, or now if no backward can follow."""
+        tensors = [t for t in find_tensors(outputs) if t.requires_grad]
+        if not tensors:
+            self.restore_parameters()
+
+        def start(_grad: torch.Tensor) -> None:
+            queue_callback(self.restore_parameters)
+
+        for tensor in tensors:
+            tensor.register_hook(start)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Return `inputs` with floating-point tensors in nested containers cast to `param_dtype`."""
+        dtype = self.config.param_dtype
+
+        def low(leaf: Any) -> Any:
+            is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if is_float else leaf
+
+        return inputs if dtype is None else tree_map(low, inputs)
