@@ -13,10 +13,15 @@ from user_script import order, read_notes
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("fault", ["exception", "kill", pytest.param("long", marks=pytest.mark.slow)])
-def test_torchrun_reports_the_rank_that_failed_first(fault, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "fresh"),
+    [("exception", True), ("kill", False), pytest.param("long", False, marks=pytest.mark.slow)],
+)
+def test_torchrun_reports_the_rank_that_failed_first(fault, fresh, tmp_path) -> None:
     arguments = order(tmp_path, fault=fault, rank=1)
-    result = run_script(Path(user_script.__file__), arguments, timeout_s=150.0, launcher=TORCHRUN)
+    result = run_script(
+        Path(user_script.__file__), arguments, timeout_s=150.0, launcher=TORCHRUN, fresh=fresh
+    )
     assert result.returncode == 1
     notes = read_notes(tmp_path)
     assert [name for name in notes if name.startswith("fired")] == ["fired-1"]
