@@ -229,7 +229,7 @@ def test_a_planted_defect_fails_the_checks_that_it_concerns(defect, only, failin
 
 def test_a_check_that_hangs_or_raises_is_named_and_those_after_it_run(tmp_path, capsys):
     for defect, limit_s, says in (
-        (HANGS, 5, "not finished after 5 s"),
+        (HANGS, 10, "not finished after 10 s"),
         (RAISES, DEADLINE_S, "ValueError: the defect of this test"),
     ):
         file = tmp_path / "defect.py"
