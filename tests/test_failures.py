@@ -77,10 +77,15 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def cells() -> Iterator[Any]:
-    """(launcher, fault, moment, victim, world size); those of the default run are unmarked."""
+    """(launcher, fault, moment, victim, world size); those of the default run are unmarked.
+
+    `--slow` adds half of the other pairs of fault and moment with one victim, under python or `run`;
+    `--exhaustive` the rest.
+    """
     faults, moments = enumerate(FAULTS), list(enumerate(MOMENTS))
+    met = {(fault, moment) for _, fault, moment, _ in FIRST_TIER}
     for (i, fault), (j, moment), start in itertools.product(faults, moments, LAUNCHERS):
-        is_turn = (i + j // 2) % 2 == 0 and (i + j) % 2 == (start == "run")
+        is_turn = (i + j // 2) % 2 == 0 and (i + j) % 2 == (start == "run") and (fault, moment) not in met
         for number, victim in enumerate(VICTIMS[start]):
             is_slow = is_turn and number == (i + j) // 2 % len(VICTIMS[start])
             tier = pytest.mark.slow if is_slow else pytest.mark.exhaustive

@@ -125,8 +125,8 @@ PLACES = {
 }
 """Where in the package -> the dependencies whose private names stand there."""
 OF_PYTHON = {
-    *("_SubParsersAction", "_callback", "_config", "_current_frames", "_exit", "_fields", "_initializing"),
-    *("_run_exitfuncs", "_run_module_as_main", "_shutdown", "_ZSt13set_terminatePFvvE"),
+    *("_SubParsersAction", "_asdict", "_callback", "_config", "_current_frames", "_exit", "_fields"),
+    *("_initializing", "_run_exitfuncs", "_run_module_as_main", "_shutdown", "_ZSt13set_terminatePFvvE"),
 }
 
 
