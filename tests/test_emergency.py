@@ -84,7 +84,8 @@ def test_the_last_step_is_saved_and_plain_lightning_goes_on(
 ) -> None:
     strategy = {"start_method": start} if start != "torchrun" else {}
     launcher = TORCHRUN if start == "torchrun" else ()
-    result = run_user(tmp_path, launcher, strategy=strategy, fault=fault, rank=victim, moment=moment)
+    fails = {"fault": fault, "rank": victim, "moment": moment, "gathers": True}
+    result = run_user(tmp_path, launcher, strategy=strategy, **fails)
     context = f"{result.stdout}\n{result.stderr}"
     is_launcher_dead = (start, victim, fault) == ("popen", 0, "kill")
     assert result.returncode == (-signal.SIGKILL if is_launcher_dead else 1), context

@@ -55,6 +55,8 @@ class Order:
     rank: int = -1
     """-1 for all ranks at once."""
     moment: str = "forward"
+    gathers: bool = False
+    """Whether `rank` waits there until all others have come to that moment, and so taken the same steps."""
     stuck: str = ""
     """What keeps `stuck_rank` from ending when the fault comes, which waits for that."""
     stuck_rank: int = -1
@@ -184,6 +186,10 @@ class Model(pl.LightningModule):
     def reach(self, moment: str) -> None:
         """Lets happen what is to happen here."""
         is_victim = self.order.rank in (-1, self.global_rank)
+        if moment == self.order.moment and self.order.gathers:
+            note(self.order.folder, self.global_rank, "reached")
+            while is_victim and len(list(self.order.folder.glob("reached-[0-9]"))) < self.trainer.world_size:
+                threading.Event().wait(0.01)
         if moment == self.order.moment and is_victim and self.order.fault:
             while self.order.stuck and not (self.order.folder / f"stuck-{self.order.stuck_rank}").exists():
                 threading.Event().wait(0.01)
