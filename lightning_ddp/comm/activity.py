@@ -255,7 +255,7 @@ class Interrupt:
             raise self.error
 
     def check_deadline(self, *, is_over: bool = False) -> None:
-        """Raise if a wait has passed its timeout and the other ranks have reported what they do instead.
+        """Raise if a wait has passed its timeout or ranks wait for different collectives, after asking them.
 
         `is_over` means that the backend's own timeout has passed already.
         """

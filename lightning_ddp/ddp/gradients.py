@@ -210,7 +210,7 @@ class Gradients:
         return [i for i, e in enumerate(self.expected) if e is Expected.YES and found[i] < self.counts[i]]
 
     def learn(self, ready: Sequence[int]) -> None:
-        """Record how many gradients each parameter got in a static graph's first step; copy large ones."""
+        """Count each parameter's gradients in a static graph's first step; copy large ones into buckets."""
         found, scale = Counter(ready), self._reduction.scale
         self.counts = [found[i] for i in range(len(self._params))]
         self._usual = [Expected.YES if count else Expected.UNREACHED for count in self.counts]

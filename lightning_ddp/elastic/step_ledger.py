@@ -181,7 +181,7 @@ class StepLedger:
         self.cursor = Cursor.UPDATING
 
     def take_step(self) -> None:
-        """Record that an optimizer step, and any parameter averaging after it, is done; commit if whole."""
+        """Record that an optimizer step is done; commit it unless its batch or averaging round continues."""
         self._has_gradients = False
         if not self.is_automatic:  # other steps of the batch may follow
             self.cursor = Cursor.UPDATING
@@ -205,7 +205,7 @@ class StepLedger:
         self._settle_unit(self.cursor)
 
     def _settle_unit(self, before: Cursor) -> None:
-        """Save counters and set the stage after a commit or copy; `before` is the stage before that."""
+        """Save counters; set the stage by `before`, the one before a commit or a copy from another rank."""
         self.num_stepped = batches_that_stepped(self.trainer)
         self.loaders = loader_states(self.trainer)
         if before is Cursor.BOUNDARY:
@@ -397,7 +397,7 @@ class PhaseMark:
             tensor.data.copy_(value)
 
     def restore(self) -> None:
-        """Restore the saved state, except weights, and callbacks that have saved a checkpoint since."""
+        """Restore the saved state, but neither weights nor callbacks that have saved a checkpoint since."""
         for owner, values in self._counters:
             vars(owner).update(values)
         set_batches_that_stepped(self._trainer, self._num_stepped)

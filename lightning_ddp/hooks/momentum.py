@@ -58,7 +58,10 @@ class MomentumHook(StatefulHook):
         return self.compress(part, velocity)
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        """Return the mean of `part.flat`, residuals included, sent compressed; may change the velocity."""
+        """Send `part.flat`, residuals already added, compressed; return the mean, and store new residuals.
+
+        It may change `velocity` in place.
+        """
         raise NotImplementedError
 
     def _add_momentum(self, part: Part) -> torch.Tensor:

@@ -445,7 +445,7 @@ def _pack(config_name: str | None, overrides: list[str], config: Any) -> Composi
 
 
 def share_job(store: Any, *, rank: int) -> None:
-    """Make this process's Hydra job use rank 0's resolver values, if it composed its own configuration.
+    """Replace resolver values of this Hydra job by rank 0's, unless torchrun ranks already agreed on them.
 
     Collective: all ranks must call it.
 
