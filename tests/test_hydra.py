@@ -171,7 +171,7 @@ def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(
     if is_late:
         program = program.replace(line, "").replace("    trainer =", f"    {line}    trainer =")
     (tmp_path / "app.py").write_text(program)
-    options = {"timeout_s": DEADLINE_S, "cwd": tmp_path, "fresh": True, "launcher": launcher}
+    options = {"timeout_s": DEADLINE_S, "cwd": tmp_path, "fresh": not launcher, "launcher": launcher}
     run_script(tmp_path / "app.py", args, **options).check()
     found = {
         str(path.relative_to(tmp_path / "sweep")): path.read_text() for path in tmp_path.rglob("trained-*")
@@ -289,7 +289,7 @@ if __name__ == "__main__":
 def test_a_job_that_imports_the_package_is_handed_over_as_well_and_its_run_ends_with_it(
     tmp_path, launcher
 ) -> None:
-    run = Run(tmp_path, LATE, ["-m", "number=0,1"], nodes=[Node(fresh=True, launcher=launcher)]).check()
+    run = Run(tmp_path, LATE, ["-m", "number=0,1"], nodes=[Node(launcher=launcher)]).check()
     jobs = list(run.jobs().values())
     assert len(jobs) == 2
     for number, notes in enumerate(jobs):
@@ -449,7 +449,7 @@ if __name__ == "__main__":
 
 
 def test_hydra_is_not_imported_by_a_script_that_does_not_use_it(tmp_path) -> None:
-    run = Run(tmp_path, WITHOUT_HYDRA, nodes=[Node(fresh=True)]).check()
+    run = Run(tmp_path, WITHOUT_HYDRA).check()
     lines = run.result.stdout.splitlines()
     assert sorted(line for line in lines if "TRAINED" in line) == ["TRAINED 0 0", "TRAINED 1 0"]
 
