@@ -54,7 +54,7 @@ def require_trained(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
 
 
 def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(tmp_path) -> None:
-    train(tmp_path, "--x", "a b", fresh=True).check()
+    train(tmp_path, "--x", "a b").check()
     ends = require_trained(tmp_path)
     assert [end["arguments"] for end in ends] == [["--x", "a b"]] * 2
     assert {end["port"] for end in ends} != {"29500"}
@@ -196,34 +196,38 @@ def test_processes_that_cannot_hear_of_their_launchers_death_end_all_the_same(tm
 
 
 @pytest.mark.parametrize(
-    ("node_rank", "rank", "number"),
+    "cells",
     [
-        (0, 0, signal.SIGTERM),
-        (1, 2, signal.SIGINT),
-        pytest.param(0, 1, signal.SIGTERM, marks=pytest.mark.slow),
+        [(0, 0, signal.SIGTERM), (1, 2, signal.SIGINT)],
+        pytest.param([(0, 1, signal.SIGTERM)], marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_a_rank_that_waits_for_another_node(node_rank, rank, number, tmp_path) -> None:
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": str(node_rank)}
+def test_a_signal_ends_a_rank_that_waits_for_another_node(cells, tmp_path) -> None:
+    """Of several jobs at the same time: a rank says after 5 s what it waits for."""
+    ports = {0: str(free_port()), 1: "1"}  # at which nobody listens
+    waited = {0: "all 4 ranks; connected so far: [0, 1]", 1: "the store of the run at 127.0.0.1:"}
     strategy = {"failure_grace_s": 2 * LONGEST_END_S}
-    arguments = order(tmp_path, strategy=strategy, trainer={"num_nodes": 2}, pause="before")
-    with start_script(SCRIPT, arguments, env) as script:
-        pids = wait_for_notes(script, tmp_path, [f"begun-{local_rank}" for local_rank in range(2)])
-        what = (
-            "all 4 ranks; connected so far: [0, 1]"
-            if node_rank == 0
-            else "the store of the run at 127.0.0.1:"
-        )
-        script.wait_until(lambda: f"has waited 5 s for {what}" in script.output())
-        os.kill(pids[f"begun-{rank % 2}"]["pid"], number)
-        result = script.wait(LONGEST_END_S)
-    if rank % 2 == 0:
-        assert result.returncode == -number, result.stderr
-        return
-    assert result.returncode == 1
-    report = result.stderr.rpartition("lightning_ddp: ")[2]
-    assert report.startswith(f"rank {rank} (node 0, host "), result.stderr
-    assert f"the process was killed by {number.name}" in report, result.stderr
+    with contextlib.ExitStack() as stack:
+        scripts = []
+        for node_rank, rank, _ in cells:
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[node_rank], "NODE_RANK": str(node_rank)}
+            arguments = order(folder, strategy=strategy, trainer={"num_nodes": 2}, pause="before")
+            scripts.append(stack.enter_context(start_script(SCRIPT, arguments, env)))
+        for script, (node_rank, rank, number) in zip(scripts, cells, strict=True):
+            pids = wait_for_notes(script, tmp_path / str(rank), ["begun-0", "begun-1"])
+            words = f"has waited 5 s for {waited[node_rank]}"
+            script.wait_until(lambda script=script, words=words: words in script.output())
+            os.kill(pids[f"begun-{rank % 2}"]["pid"], number)
+            result = script.wait(LONGEST_END_S)
+            if rank % 2 == 0:
+                assert result.returncode == -number, result.stderr
+                continue
+            assert result.returncode == 1
+            report = result.stderr.rpartition("lightning_ddp: ")[2]
+            assert report.startswith(f"rank {rank} (node 0, host "), result.stderr
+            assert f"the process was killed by {number.name}" in report, result.stderr
 
 
 BETWEEN_RUNS = f"""{TRAINS}
