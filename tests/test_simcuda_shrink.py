@@ -51,7 +51,7 @@ def test_an_abort_that_does_not_end_ends_the_run(monkeypatch) -> None:
     is_over.set()
 
 
-@pytest.mark.xdist_group("simulated Trainer")
+@pytest.mark.xdist_group("simulated ranks")
 def test_an_update_waits_for_gradients_that_a_lost_rank_has_a_part_in(simulated_cuda, tmp_path) -> None:
     kill(simulated_cuda, tmp_path, "last bucket", 2, devices=3)
 

@@ -30,7 +30,7 @@ from user_script import order, read_notes
 import lightning_ddp
 
 # one worker, as each fit is run once and looked at by several tests
-pytestmark = pytest.mark.xdist_group("simulated Trainer")
+pytestmark = pytest.mark.xdist_group("simulated ranks")
 
 NUM_EPOCHS, NUM_BATCHES, BATCH_SIZE = 2, 6, 4
 DEADLINE_S = 120
