@@ -66,6 +66,7 @@ def test_two_processes_reach_97_percent_and_save_a_picture(tmp_path):
     assert "Warning" not in result.stdout
 
 
+@pytest.mark.slow
 def test_spawned_processes_give_one_table_and_the_picture(tmp_path):
     args = ("--strategy", "custom_ddp_spawn", "--epochs", "1", "--output-dir", "elsewhere")
     table = table_of(run_example(*args, cwd=tmp_path).check())
