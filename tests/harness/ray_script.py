@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 warnings.filterwarnings("ignore")
+NUM_WORKERS = 2
 
 
 def train(order: dict[str, Any]) -> None:
@@ -55,7 +56,7 @@ def train(order: dict[str, Any]) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     pl.seed_everything(7)
-    strategy = RayCustomDDPStrategy() if order["strategy"] == "ours" else RayDDPStrategy()
+    strategy = RayDDPStrategy() if order.get("strategy") == "ray" else RayCustomDDPStrategy()
     trainer = pl.Trainer(
         strategy=strategy,
         plugins=[RayLightningEnvironment()],
@@ -79,7 +80,7 @@ def fit(order: dict[str, Any]) -> dict[str, Any]:
     trainer = TorchTrainer(
         train,
         train_loop_config=order,
-        scaling_config=ScalingConfig(num_workers=order["workers"], resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(num_workers=NUM_WORKERS, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(storage_path=str(folder), name="run"),
     )
     try:
@@ -92,7 +93,7 @@ def fit(order: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     folder, orders = Path(sys.argv[1]), json.loads(sys.argv[2])
-    ray.init(num_cpus=5, include_dashboard=False)
+    ray.init(num_cpus=NUM_WORKERS + 1, include_dashboard=False)  # it starts so many processes at once
     notes = {name: fit({"folder": str(folder / name), **order}) for name, order in orders.items()}
     (folder / "notes.json").write_text(json.dumps(notes))
 
