@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
-from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -41,17 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption("--exhaustive", action="store_true", help="--slow and every cell of matrices")
     parser.addoption("--seeds", default="20000:60000", help="of the histories that --exhaustive simulates")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Refuses workers that would not keep the tests of an `xdist_group` together, without a word."""
-    if not config.getoption("numprocesses", None) or pytest.version_tuple < (9, 2):
-        return
-    if tuple(map(int, metadata.version("pytest-xdist").split(".")[:2])) <= (3, 8):
-        raise pytest.UsageError(
-            f"pytest-xdist up to 3.8 loses groups of tests with pytest {pytest.__version__}: install"
-            " tests/requirements.txt, or pass -n 0"
-        )
 
 
 _FIRST_TIER_WITH_NCCL2 = (
