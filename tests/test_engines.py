@@ -1,10 +1,13 @@
-"""Two nodes, as each engine starts them: network namespaces with the variables that it sets."""
+"""Two nodes, as each engine starts them: namespaces with the variables that it sets; and Ray's workers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import signal
+import site
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,16 @@ from harness import RUN, RunningScript, start_script
 from harness.engine_script import NUM_SAMPLES
 from harness.ledger import SCRIPT, Ledger, replacing
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
+from harness.scripts import ROOT, environment
 
-HERE = Path(__file__).parent / "harness" / "engine_script.py"
+SCRIPTS = ROOT / "tests" / "harness"
 PORT = "29512"
+MASTER = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
 BOTH = {"devices": 2, "num_nodes": 2}
 
 
 def by_hand(node: int) -> dict[str, str]:
-    return {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "NODE_RANK": str(node)}
+    return {**MASTER, "NODE_RANK": str(node)}
 
 
 def train_job(node: int) -> dict[str, str]:
@@ -37,7 +42,7 @@ def train_job(node: int) -> dict[str, str]:
 
 
 def pytorch_job(node: int) -> dict[str, str]:
-    return {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "WORLD_SIZE": "2", "RANK": str(node)}
+    return {**MASTER, "WORLD_SIZE": "2", "RANK": str(node)}
 
 
 def pytorch_job_of_processes(node: int) -> dict[str, str]:
@@ -51,7 +56,7 @@ def vertex(node: int) -> dict[str, str]:
 
 
 def indexed_job(node: int) -> dict[str, str]:
-    return {"JOB_COMPLETION_INDEX": str(node), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
+    return {**MASTER, "JOB_COMPLETION_INDEX": str(node)}
 
 
 def skypilot(node: int) -> dict[str, str]:
@@ -121,7 +126,7 @@ def test_each_way_of_starting_two_nodes_trains_each_sample_once(way: str, tmp_pa
         scripts = [
             stack.enter_context(
                 start_script(
-                    HERE,
+                    SCRIPTS / "engine_script.py",
                     [order],
                     {**env, "GLOO_SOCKET_IFNAME": INTERFACES[node]},
                     namespace=NAMESPACES[node],
@@ -185,3 +190,53 @@ def test_a_pod_that_is_killed_comes_back_by_the_same_command(
         for script in (first, again):
             assert script.wait(240).returncode == 0, script.output()
     Ledger(tmp_path).check_members(4)
+
+
+# ---------------------------------------------------------------------- Ray Train
+
+RAY = "ray[train]==2.60.0"
+RAY_ORDERS = {
+    "ours": {},
+    "ray": {"strategy": "ray"},
+    "raise": {"fault": "raise"},
+    "kill": {"fault": "kill"},
+}
+
+
+@pytest.fixture(scope="module")
+def ray_notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """How each training ended, in an interpreter that has Ray beside the packages of this one."""
+    folder = tmp_path_factory.mktemp("ray")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    (there,) = folder.glob("venv/lib/python*/site-packages")
+    (there / "beside.pth").write_text("\n".join([*site.getsitepackages(), str(ROOT)]))
+    # pip is one of the packages beside; of the files of Ray few are imported
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile", RAY]
+    subprocess.run(install, check=True, timeout=240)
+    command = [python, SCRIPTS / "ray_script.py", folder, json.dumps(RAY_ORDERS)]
+    options: Any = {"env": environment({}), "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads((folder / "notes.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_workers_train_to_the_weights_of_ray_s_own_strategy(ray_notes: dict[str, Any]) -> None:
+    ours, rays = ray_notes["ours"], ray_notes["ray"]
+    assert ours["world_size"] == rays["world_size"] == 2
+    assert ours["weights"] == pytest.approx(rays["weights"], rel=1e-6)
+    for note in (ours, rays):
+        assert note["epochs"] == 2  # that the callback has reported
+        assert note["checkpoint"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize(("fault", "how"), [("raise", "a picture is broken"), ("kill", "killed by a signal")])
+def test_a_failed_worker_is_named_in_ray_s_error(ray_notes: dict[str, Any], fault: str, how: str) -> None:
+    """By the other worker's `PeerFailure`, as Ray shows the end of each worker."""
+    error = ray_notes[fault]["error"].partition("[Rank 1 Error Snippet]")[0]
+    assert "rank 1 " in error
+    assert how in error
