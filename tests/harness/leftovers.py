@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 
 import psutil
 
@@ -13,24 +13,14 @@ class ProcessLeftBehind(Exception):
     """A run ended, but processes that it started were still alive. They have been killed."""
 
 
-def in_sessions(session_ids: Iterable[int]) -> Callable[[psutil.Process], bool]:
-    """Tells whether a process belongs to one of these sessions, whoever its parent is by now."""
-    wanted = frozenset(session_ids)
-
-    def belongs(process: psutil.Process) -> bool:
-        return os.getsid(process.pid) in wanted
-
-    return belongs
-
-
-def find_processes(belongs: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """Living processes for which `belongs` holds. Zombies are dead and only wait for their parent."""
+def find_processes(sessions: Collection[int]) -> list[psutil.Process]:
+    """Living processes of these sessions, whoever their parents are by now; zombies are dead."""
     found = []
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
         # the process may end, or be another user's, while it is looked at
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE and belongs(process):
-                found.append(process)
+            if os.getsid(pid) in sessions and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(psutil.Process(pid))
     return found
 
 
@@ -43,23 +33,23 @@ def kill_processes(processes: Iterable[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=10)
 
 
-def require_none(belongs: Callable[[psutil.Process], bool], *, grace_s: float, what: str) -> None:
-    """Waits up to `grace_s` until no process is left, kills those that are.
+def require_none(sessions: Collection[int]) -> None:
+    """Waits up to half a second until no process of the sessions of ranks is left, kills those that are.
 
     Raises:
-        ProcessLeftBehind: at least one process was still alive after `grace_s`.
+        ProcessLeftBehind: at least one process was still alive then.
     """
-    left = find_processes(belongs)
+    left = find_processes(sessions)
     if not left:
         return
-    _, alive = psutil.wait_procs(left, timeout=grace_s)
+    _, alive = psutil.wait_procs(left, timeout=0.5)
     # a process that ended may have started another one meanwhile
-    alive = alive or find_processes(belongs)
+    alive = alive or find_processes(sessions)
     if not alive:
         return
     described = "; ".join(describe_process(process) for process in alive)
-    kill_processes([*alive, *find_processes(belongs)])
-    raise ProcessLeftBehind(f"{what} left {len(alive)} process(es) behind: {described}")
+    kill_processes([*alive, *find_processes(sessions)])
+    raise ProcessLeftBehind(f"a rank left {len(alive)} process(es) behind: {described}")
 
 
 def describe_process(process: psutil.Process) -> str:

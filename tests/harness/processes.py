@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.leftovers import find_processes, in_sessions, kill_processes, require_none
+from harness.leftovers import find_processes, kill_processes, require_none
 from harness.outcomes import RankOutcome, values_or_raise
 
 FAILURE_GRACE_S = 10.0
@@ -96,7 +96,7 @@ class _Run:
                 self._dump_hung()
             finally:
                 sessions = self._stop()
-        require_none(in_sessions(sessions), grace_s=0.5, what="a rank")
+        require_none(sessions)
         return [self._outcomes[rank] for rank in range(self._world_size)]
 
     def _start(self) -> None:
@@ -204,7 +204,7 @@ class _Run:
             self._require_clean_exit(rank, process.exitcode)
         if len(self._outcomes) < self._world_size or any(o.status == "hung" for o in self._outcomes.values()):
             # what a killed rank had started is no leak of the code under test
-            kill_processes(find_processes(in_sessions(sessions)))
+            kill_processes(find_processes(sessions))
         for process in self._processes:
             process.close()
         return sessions
