@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -42,31 +43,22 @@ AS_THEY_ARE = read_list("as_they_are.txt")
 CPU_FOR_CUDA = read_list("cpu_for_cuda.txt")
 
 
-def require_known_torch() -> None:
+def torch_tests(*, cpu_for_cuda: bool) -> Iterator[TorchTests]:
     if not torch.__version__.startswith(tuple(f"{version}." for version in KNOWN_TORCH)):
         reason = f"the lists are for the tests of torch {' and '.join(KNOWN_TORCH)}, not {torch.__version__}"
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    with closing(TorchTests(cpu_for_cuda=cpu_for_cuda)) as tests:
+        yield tests
 
 
 @pytest.fixture(scope="module")
 def as_they_are() -> Iterator[TorchTests]:
-    require_known_torch()
-    tests = TorchTests(cpu_for_cuda=False)
-    yield tests
-    tests.close()
+    yield from torch_tests(cpu_for_cuda=False)
 
 
 @pytest.fixture(scope="module")
 def with_cpu_for_cuda() -> Iterator[TorchTests]:
-    require_known_torch()
-    tests = TorchTests(cpu_for_cuda=True)
-    yield tests
-    tests.close()
-
-
-def require_pass(tests: TorchTests, test: TorchTest) -> None:
-    outcome = tests.run(test)
-    assert outcome.status == "passed", outcome.error
+    yield from torch_tests(cpu_for_cuda=True)
 
 
 def require_failure(outcome: Outcome, message: str) -> None:
@@ -77,17 +69,19 @@ def require_failure(outcome: Outcome, message: str) -> None:
 @pytest.mark.xdist_group("conformance")
 @pytest.mark.parametrize("test", AS_THEY_ARE, ids=lambda test: test.name)
 def test_a_test_that_needs_no_gpu_passes(as_they_are, test):
-    require_pass(as_they_are, test)
+    outcome = as_they_are.run(test)
+    assert outcome.status == "passed", outcome.error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("test", CPU_FOR_CUDA, ids=lambda test: test.name)
 def test_a_test_with_the_cpu_in_place_of_cuda_passes_or_fails_for_a_reason(with_cpu_for_cuda, test):
+    outcome = with_cpu_for_cuda.run(test)
     if test.name in EXCEPTIONS:
         message, _ = EXCEPTIONS[test.name]
-        require_failure(with_cpu_for_cuda.run(test), message)
+        require_failure(outcome, message)
     else:
-        require_pass(with_cpu_for_cuda, test)
+        assert outcome.status == "passed", outcome.error
 
 
 def test_the_exceptions_are_tests_of_the_list():
