@@ -258,7 +258,6 @@ BOTH_THE_OTHER = "import lightning\nimport lightning_ddp\nimport pytorch_lightni
     ],
 )
 def test_the_namespace_that_the_user_imports_is_used(imports, expected) -> None:
-    pytest.importorskip("lightning", reason="the test requirements install it")
     script = f"""
 import inspect, sys
 {imports}
@@ -324,7 +323,6 @@ assert type(used).__name__ == "Mine"
     "imports", [BOTH, BOTH_THE_OTHER, "import lightning, pytorch_lightning\n" + ONLY_LIGHTNING]
 )
 def test_with_both_imported_a_strategy_becomes_one_of_the_trainers(imports) -> None:
-    pytest.importorskip("lightning", reason="the test requirements install it")
     run_script(IN_BOTH.replace("IMPORTS", imports)).check()
 
 
@@ -359,17 +357,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 @pytest.mark.parametrize(
-    ("imports", "roots"),
+    ("imports", "start_method"),
     [
-        pytest.param(ONLY_LIGHTNING, "lightning.pytorch", marks=pytest.mark.slow),
-        (BOTH, "lightning.pytorch pytorch_lightning"),
-        pytest.param(BOTH_THE_OTHER, "lightning.pytorch pytorch_lightning", marks=pytest.mark.slow),
+        *((BOTH, start_method) for start_method in ("popen", "spawn", "fork")),
+        *(pytest.param(ONLY_LIGHTNING, each, marks=pytest.mark.slow) for each in ("popen", "spawn")),
+        pytest.param(BOTH_THE_OTHER, "popen", marks=pytest.mark.slow),
     ],
 )
-def test_each_start_method_trains_with_the_namespace_of_the_trainer(start_method, imports, roots) -> None:
-    pytest.importorskip("lightning", reason="the test requirements install it")
+def test_each_start_method_trains_with_the_namespace_of_the_trainer(imports, start_method) -> None:
     is_alone = imports == ONLY_LIGHTNING
     result = run_script(TRAINED.replace("IMPORTS", imports), [start_method], fresh=is_alone).check()
+    roots = "lightning.pytorch" if is_alone else "lightning.pytorch pytorch_lightning"
     assert result.stdout.count(f"trained with {roots}\n") == 2
