@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import select
@@ -288,29 +289,26 @@ def environment(extra: Mapping[str, str], hidden_packages: Sequence[str] = HIDDE
 
 # ---------------------------------------------------------------------- the servers of this process
 
-_servers: dict[str, socket.socket] = {}
-"""Folder of the simulated CUDA devices that a server has, or nothing -> the server."""
 _starting = threading.Lock()
 
 
 def _ask_server(message: str, devices: str) -> socket.socket:
     """Has a server start a run; returns the socket for what it says about that."""
-    with _starting:
-        if devices not in _servers:
-            _servers[devices] = _start_server({SIMULATED_CUDA: devices} if devices else {})
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        socket.send_fds(_servers[devices], [message.encode()], [theirs.fileno()])
+    with _starting, theirs:
+        socket.send_fds(_server(devices), [message.encode()], [theirs.fileno()])
     return ours
 
 
-def _start_server(variables: Mapping[str, str]) -> socket.socket:
+@functools.cache
+def _server(devices: str) -> socket.socket:
+    """Starts a server, which has the simulated CUDA devices of this folder, if one is given."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("script_server.py")), str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            env=environment(variables),
+            env=environment({SIMULATED_CUDA: devices} if devices else {}),
             pass_fds=[theirs.fileno()],
         )
 
