@@ -16,15 +16,7 @@ import pytest
 import user_script
 from harness import RUN, RunningScript, ScriptResult, start_script
 from harness.ledger import SCRIPT, Ledger, fault, replacing
-from harness.namespaces import (
-    ADDRESSES,
-    INTERFACES,
-    NAMESPACES,
-    Link,
-    ip,
-    two_namespaces,
-    two_namespaces_with_link,
-)
+from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, ip, losing, two_namespaces
 from user_script import order, read_notes, wait_for_notes
 
 HEARTBEAT_S = 4.0
@@ -142,14 +134,14 @@ def test_the_first_node_lost_ends_the_second(nodes) -> None:
 @contextlib.contextmanager
 def shrinking(
     folder: Path, launcher: tuple[str, ...] = (), **order: Any
-) -> Iterator[tuple[Link, RunningScript, RunningScript]]:
+) -> Iterator[tuple[RunningScript, RunningScript]]:
     """A run of two nodes with two ranks each, which go on when some are lost."""
     with (
-        two_namespaces_with_link() as link,
+        two_namespaces(),
         start_node(0, folder, launcher, **order) as first,
         start_node(1, folder, launcher, **order) as second,
     ):
-        yield link, first, second
+        yield first, second
 
 
 def start_node(
@@ -168,7 +160,7 @@ def start_node(
 def test_ranks_of_both_nodes_are_lost_and_the_others_go_on(launcher, tmp_path) -> None:
     """The last one is the launching process of the second node."""
     faults = [fault(3, "forward", 2, how="stop"), fault(1, "between buckets", 4), fault(2, "forward", 6)]
-    with shrinking(tmp_path, launcher, faults=faults, stall_s=6.0, trainer={}) as (_, first, second):
+    with shrinking(tmp_path, launcher, faults=faults, stall_s=6.0, trainer={}) as (first, second):
         assert first.wait().returncode == 0, first.output()
         assert second.wait().returncode != 0, second.output()
     ledger = Ledger(tmp_path)
@@ -196,11 +188,11 @@ def test_the_node_with_the_control_server_goes_on_when_the_link_is_cut_and_the_o
     lost, tmp_path
 ) -> None:
     order = {"strategy": {"heartbeat_timeout_s": HEARTBEAT_S}, "step_s": 0.1, "trainer": {"max_epochs": 4}}
-    with shrinking(tmp_path, samples=96, **order) as (link, first, second):
+    with shrinking(tmp_path, samples=96, **order) as (first, second):
         first.wait_until(lambda: 3 in Ledger(tmp_path).by_step())
-        link.lost |= lost
-        first.wait_until(lambda: bool(Ledger(tmp_path).changes))
-        link.lost.clear()  # nobody of the other node disturbs
+        with losing(lost):
+            first.wait_until(lambda: bool(Ledger(tmp_path).changes))
+        # nobody of the other node disturbs
         assert first.wait().returncode == 0, first.output()
         assert second.wait(END_S).returncode == 1, second.output()
         assert "node 0 is unreachable" in second.output() or "rank 0" in second.output()
@@ -221,7 +213,7 @@ def test_a_rank_of_another_node_is_replaced_by_the_launcher_there(launcher, tmp_
     """One that is killed; then the new one stands still, and the launcher kills it."""
     faults = [fault(3, "forward", 3), fault(3, "forward", None, generation=2, how="stop")]
     order = replacing(4, faults=faults, stall_s=6.0, plain=True)
-    with shrinking(tmp_path, launcher, **order) as (_, first, second):
+    with shrinking(tmp_path, launcher, **order) as (first, second):
         for script in (first, second):
             assert script.wait().returncode == 0, first.output() + second.output()
     ledger = Ledger(tmp_path)
@@ -236,11 +228,10 @@ def test_a_rank_of_another_node_is_replaced_by_the_launcher_there(launcher, tmp_
 )
 def test_a_node_whose_link_was_cut_ends_and_joins_when_that_has_healed(launcher, lost, tmp_path) -> None:
     order = replacing(2, strategy={"heartbeat_timeout_s": HEARTBEAT_S}, step_s=0.1, plain=True)
-    with shrinking(tmp_path, launcher, **order) as (link, first, second), contextlib.ExitStack() as stack:
+    with shrinking(tmp_path, launcher, **order) as (first, second), contextlib.ExitStack() as stack:
         first.wait_until(lambda: 3 in Ledger(tmp_path).by_step())
-        link.lost |= lost
-        first.wait_until(lambda: bool(Ledger(tmp_path).changes))
-        link.lost.clear()
+        with losing(lost):
+            first.wait_until(lambda: bool(Ledger(tmp_path).changes))
         assert second.wait(END_S).returncode == 1, second.output()
         assert "This node can join again" in second.output()
         again = stack.enter_context(start_node(1, tmp_path, launcher, **order))
@@ -274,7 +265,7 @@ def test_a_node_leaves_and_the_others_go_on(launcher, how, tmp_path) -> None:
         "until_size": 2,
         "trainer": {"min_epochs": 2, "max_epochs": 999},
     }
-    with shrinking(tmp_path, launcher, strategy=strategy, **order) as (_, first, second):
+    with shrinking(tmp_path, launcher, strategy=strategy, **order) as (first, second):
         first.wait_until(lambda: 3 in Ledger(tmp_path).by_step())
         if how == "signal":
             os.kill(second.pid, signal.SIGTERM)
@@ -304,7 +295,7 @@ def test_a_node_leaves_and_the_others_go_on(launcher, how, tmp_path) -> None:
 @pytest.mark.slow
 def test_a_node_that_has_left_comes_back_by_the_same_command(tmp_path) -> None:
     order = replacing(2, strategy={"on_preemption": "leave"}, plain=True)
-    with shrinking(tmp_path, **order) as (_, first, second):
+    with shrinking(tmp_path, **order) as (first, second):
         first.wait_until(lambda: 3 in Ledger(tmp_path).by_step())
         os.kill(second.pid, signal.SIGTERM)
         assert second.wait().returncode == 0, second.output()
