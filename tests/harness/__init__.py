@@ -5,6 +5,7 @@ threads with one gloo group each, of which `on_ranks` makes a test; `run_script`
 Python script as a user would. None of them leaves a process behind, and each has a deadline.
 """
 
+# ruff: noqa: F401 (what tests import from here)
 from harness.leftovers import ProcessLeftBehind
 from harness.machine import free_port, host_with
 from harness.outcomes import RankFailed, RankOutcome
@@ -20,25 +21,3 @@ from harness.scripts import (
     start_script,
 )
 from harness.threads import on_ranks, run_threads, run_threads_outcomes
-
-__all__ = [
-    "RUN",
-    "TRAINS",
-    "ProcessLeftBehind",
-    "RankFailed",
-    "RankOutcome",
-    "RunningScript",
-    "ScriptFailed",
-    "ScriptResult",
-    "free_port",
-    "host_with",
-    "last_screen",
-    "on_ranks",
-    "run_ranks",
-    "run_ranks_outcomes",
-    "run_script",
-    "run_threads",
-    "run_threads_outcomes",
-    "start_script",
-    "store_elsewhere",
-]

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from lightning_ddp.shm import hosts
 
-__all__ = ["free_port", "host_with"]
-
 
 @contextmanager
 def host_with(num_processors: int) -> Iterator[None]:
