@@ -6,6 +6,7 @@ import functools
 import inspect
 import pkgutil
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -28,18 +29,19 @@ from lightning_ddp.variants import BUILTIN, variant_arguments
 
 FOLDER = Path(lightning_ddp.__file__).parent / "conf"
 PRIMARY = "lightning_ddp_test"
+OTHERS = ({"trainer": "cpu"}, {"launcher": "local"})
 NO_DEFAULT = {"periods": {"4": 2, "16": 0}}
 
 
-def composed(*overrides: str, **options: Any) -> Any:
-    defaults = [{"trainer": "cpu"}, {"strategy": "custom_ddp"}, {"launcher": "local"}, "_self_"]
+def composed(*overrides: str, others: Sequence[dict[str, str]] = OTHERS, **options: Any) -> Any:
+    defaults = [{"strategy": "custom_ddp"}, *others, "_self_"]
     ConfigStore.instance().store(name=PRIMARY, node={"defaults": defaults, "batch": 32})
     with hydra.initialize(version_base="1.3", config_path=None):
         return hydra.compose(PRIMARY, list(overrides), **options)
 
 
 def strategy_of(*overrides: str) -> Any:
-    return hydra.utils.instantiate(composed(*overrides).strategy)
+    return hydra.utils.instantiate(composed(*overrides, others=()).strategy)
 
 
 @pytest.fixture
