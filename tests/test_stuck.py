@@ -561,10 +561,10 @@ LINES = {"sum": "sum(itertools.repeat(0))", "expression": 're.match(r"(a+)+$", "
     ("launcher", "rank", "how", "is_asked_to_stop"),
     [
         ((), 0, "sum", False),
-        pytest.param((), 1, "expression", False, marks=pytest.mark.slow),
+        pytest.param((), 1, "expression", False, marks=pytest.mark.exhaustive),
         pytest.param((), 1, "sum", True, marks=pytest.mark.slow),
         pytest.param(RUN, 0, "expression", False, marks=pytest.mark.slow),
-        pytest.param(RUN, 1, "sum", False, marks=pytest.mark.slow),
+        pytest.param(RUN, 1, "sum", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(
@@ -595,7 +595,11 @@ def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(
 
 @pytest.mark.parametrize(
     ("launcher", "rank"),
-    [((), 0), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [((), 1), (RUN, 0), (RUN, 1)])],
+    [
+        ((), 0),
+        pytest.param(RUN, 1, marks=pytest.mark.slow),
+        *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in [((), 1), (RUN, 0)]),
+    ],
 )
 def test_who_failed_is_told_last_where_a_survivor_holds_its_interpreter(tmp_path, launcher, rank) -> None:
     (tmp_path / f"hold{rank}").touch()
