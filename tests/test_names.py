@@ -247,7 +247,7 @@ BOTH_THE_OTHER = "import lightning\nimport lightning_ddp\nimport pytorch_lightni
 @pytest.mark.parametrize(
     ("imports", "expected"),
     [
-        pytest.param("import pytorch_lightning as pl", "pytorch_lightning", marks=pytest.mark.slow),
+        pytest.param("import pytorch_lightning as pl", "pytorch_lightning", marks=pytest.mark.exhaustive),
         ("import lightning.pytorch as pl", "lightning"),
         pytest.param(
             "import lightning_ddp\nimport pytorch_lightning as pl",
