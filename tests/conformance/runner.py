@@ -39,7 +39,7 @@ def serve() -> None:
     die_with_parent()
     with_cpu_for_cuda = "--cpu-for-cuda" in sys.argv[1:]
 
-    from conformance import cpu_for_cuda, suite, torch_names, wrong_classes  # noqa: F401 (inherited by each test)
+    from conformance import cpu_for_cuda, substitution, suite, torch_names  # noqa: F401 (inherited by each test)
 
     cases = suite.load(cpu_for_cuda=with_cpu_for_cuda)
     print("ready", file=answers)
