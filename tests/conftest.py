@@ -134,6 +134,19 @@ def simulated_ranks(simulated_cuda: Path, nccl: str) -> Iterator[SimulatedRanks]
     server.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def light_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets processes that are not started by `harness` do without SciPy and matplotlib, as its scripts do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.module.__name__ in ("test_bench", "test_checklist", "test_mission", "test_verify"):
+            from harness.scripts import environment
+
+            given = environment({})
+            for name in ("PYTHONPATH", "HIDDEN_PACKAGES"):
+                patch.setenv(name, given[name])
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_environment() -> Iterator[None]:
     """Restores the environment, then fails the test that changed it."""

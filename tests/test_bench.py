@@ -154,7 +154,8 @@ def test_a_report_refuses_what_json_cannot_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_costs_no_step_and_no_sample(tmp_path: Path, capsys) -> None:
+def test_a_rank_that_is_killed_costs_no_step_and_no_sample(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(run_to_recovery.__globals__, "_NUM_TIMED", 5)  # of 100 steps without a failure
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
     options = ["--rounds", "1", "--world-size", "2", "--contenders", "shrink", *files]
     assert main(["bench", "recovery", *options]) == 0

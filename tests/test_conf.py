@@ -304,7 +304,9 @@ import os, sys
 if sys.argv[1] == "import":
     import lightning_ddp
 import hydra
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
+Plugins.instance()  # which looks for plugins, once for all forks
 os.environ["COMP_LINE"] = "app.py strategy="
 
 @hydra.main(version_base="1.3", config_path="plain", config_name="main")

@@ -103,13 +103,13 @@ def test_the_exceptions_are_tests_of_the_list():
 @pytest.mark.xdist_group("conformance")
 def test_a_class_with_wrong_gradients_fails(as_they_are):
     test = TorchTest(name="test_DistributedDataParallelCPU")
-    outcome = as_they_are.run(test, "conformance.wrong_classes:NoSync")
+    outcome = as_they_are.run(test, "conformance.substitution:NoSync")
     require_failure(outcome, "AssertionError: Tensor-likes are not close")
 
 
 @pytest.mark.slow
 def test_a_class_that_broadcasts_no_buffers_fails(with_cpu_for_cuda):
     outcome = with_cpu_for_cuda.run(
-        TorchTest(name="test_ddp_broadcast_buffer"), "conformance.wrong_classes:NoBuffers"
+        TorchTest(name="test_ddp_broadcast_buffer"), "conformance.substitution:NoBuffers"
     )
     require_failure(outcome, "AssertionError: Tensor-likes are not close")

@@ -314,7 +314,8 @@ def test_clean():
 def test_a_test_that_leaks_fails_and_does_not_disturb_the_next(pytester, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    pytester.makeconftest(conftest.replace("_ENDING_GRACE_S = 2.0", "_ENDING_GRACE_S = 0.2"))
     pytester.makepyfile(LEAKY)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
     result.assert_outcomes(passed=5, errors=4)
@@ -344,20 +345,20 @@ def test_number(number):
 """
 
 
-def run_tier(folder, name, num_failing, *, twice=False):
+def run_tier(folder, name, num_failing, *, twice=False, workers=0):
     """Runs a tier of six tests of its own, of which the first ones fail once or `twice`."""
     source = FAILING_ONCE.format(num_failing=num_failing, or_never=" and False" if twice else "")
     (folder / f"test_{name}.py").write_text(source)
     for seen in folder.glob("seen-*"):
         seen.unlink()
-    command = f"pytest -n 1 --dist loadgroup test_{name}.py"
+    command = f"pytest -n {workers} --dist loadgroup test_{name}.py"
     return run_script(TIER, [name, command], cwd=folder, fresh=True)
 
 
 def test_what_fails_once_in_a_tier_runs_again_and_is_counted_over_all_tiers(tmp_path):
     assert run_script(TIER, cwd=tmp_path, fresh=True).check().stdout == "failed once: 0\n"
     for name, number in (("first", 1), ("slow", 2)):
-        run_tier(tmp_path, name, number).check()
+        run_tier(tmp_path, name, number, workers=2 - number).check()
     tests = ["test_first.py::test_number[0]", "test_slow.py::test_number[0]", "test_slow.py::test_number[1]"]
     line = run_script(TIER, cwd=tmp_path, fresh=True).check().stdout
     assert line == f"failed once: 3 ({'; '.join(tests)})\n"

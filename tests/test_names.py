@@ -35,9 +35,6 @@ def four_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-ON_THE_CPU_ALL_THE_SAME = pytest.mark.filterwarnings("ignore:GPU available but not used")
-
-
 def test_each_of_lightnings_names_for_ddp_has_its_twin() -> None:
     names = [
         name for name in StrategyRegistry if re.fullmatch(r"ddp(_spawn|_fork|_notebook)?(_find_.*)?", name)
@@ -170,7 +167,7 @@ def test_a_duration_is_a_timedelta_or_seconds(duration) -> None:
     assert settings.recovery.wait_s == 90
 
 
-@ON_THE_CPU_ALL_THE_SAME
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -247,7 +244,7 @@ BOTH_THE_OTHER = "import lightning\nimport lightning_ddp\nimport pytorch_lightni
 @pytest.mark.parametrize(
     ("imports", "expected"),
     [
-        pytest.param("import pytorch_lightning as pl", "pytorch_lightning", marks=pytest.mark.slow),
+        pytest.param("import pytorch_lightning as pl", "pytorch_lightning", marks=pytest.mark.exhaustive),
         ("import lightning.pytorch as pl", "lightning"),
         pytest.param(
             "import lightning_ddp\nimport pytorch_lightning as pl",

@@ -18,7 +18,6 @@ import signal
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 import lightning_ddp
 from lightning_ddp import _lightning
-from lightning_ddp._torch import refuse_collectives, root_of_mesh, without_engine_context
+from lightning_ddp._torch import root_of_mesh, without_engine_context
 from lightning_ddp.errors import UnsupportedVersionError
 
 PACKAGE = Path(lightning_ddp.__file__).parent
@@ -256,14 +255,6 @@ def test_names_are_found_however_they_are_used() -> None:
 # ---------------------------------------------------------------------- torch
 
 
-@pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    """A default group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="there is nothing to put away before torch 2.13")
 def test_what_backward_keeps_in_its_thread_can_be_put_away_and_back() -> None:
     """In backward the thread's state has a "context", which can be removed and put back."""
@@ -296,20 +287,14 @@ def test_the_memory_of_pythons_and_numpys_generator_is_what_they_tell_as_their_s
     assert ctypes.string_at(generator.ctypes.state_address, len(told)) == told
 
 
-def test_a_group_can_be_made_to_refuse_its_collectives(world) -> None:
-    """A backend that is registered later, of another type, is the one that is called."""
-    group = dist.new_group([0])
-    refuse_collectives(group)
-    with pytest.raises(RuntimeError, match="collective operation error"):
-        dist.all_reduce(torch.ones(1), group=group)
-
-
-def test_a_part_of_a_mesh_knows_the_whole(world) -> None:
+def test_a_part_of_a_mesh_knows_the_whole() -> None:
     """Which is its own root; where torch does not tell, a part could not be refused."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     whole = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     assert root_of_mesh(whole) == whole
     if hasattr(whole, "_get_root_mesh"):
         assert root_of_mesh(whole["dp"]) == whole != whole["dp"]
+    dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------- Lightning

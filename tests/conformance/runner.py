@@ -39,7 +39,7 @@ def serve() -> None:
     die_with_parent()
     with_cpu_for_cuda = "--cpu-for-cuda" in sys.argv[1:]
 
-    from conformance import cpu_for_cuda, suite, torch_names, wrong_classes  # noqa: F401 (inherited by each test)
+    from conformance import cpu_for_cuda, substitution, suite, torch_names  # noqa: F401 (inherited by each test)
 
     cases = suite.load(cpu_for_cuda=with_cpu_for_cuda)
     print("ready", file=answers)
@@ -70,9 +70,7 @@ def run_in_a_fork(cases: type[unittest.TestCase], with_cpu_for_cuda: bool, order
         ended = os.pidfd_open(pid)
         in_time = bool(select.select([ended], [], [], order["timeout_s"])[0])
         os.close(ended)
-        os.killpg(
-            pid, signal.SIGKILL
-        )  # with the ranks; the leader is not reaped yet, so the number is its own
+        os.killpg(pid, signal.SIGKILL)  # with the ranks; the leader is not reaped: the number is its own
         os.waitpid(pid, 0)
         log = Path(folder, "log").read_text(errors="replace")[-LONGEST_LOG:]
         if not in_time:

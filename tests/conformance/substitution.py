@@ -1,9 +1,13 @@
-"""Put a class in the place of torch's DistributedDataParallel, in every module that names it."""
+"""Put a class in the place of torch's DistributedDataParallel, in every module that names it.
+
+Two classes here are wrong in one way each, to see that torch's tests find it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import torch.nn.parallel.distributed
 
@@ -25,3 +29,18 @@ def substitute(class_: str) -> type[torch.nn.Module]:
             if value is TORCHS:
                 setattr(module, key, substitute_class)
     return substitute_class
+
+
+class NoSync(TORCHS):
+    """Never averages gradients."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self.no_sync():
+            return super().forward(*inputs, **kwargs)
+
+
+class NoBuffers(TORCHS):
+    """Never broadcasts buffers after construction."""
+
+    def _sync_buffers(self) -> None:
+        pass

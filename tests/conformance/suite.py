@@ -30,9 +30,8 @@ def load(*, cpu_for_cuda: bool) -> type[unittest.TestCase]:
             self._spawn_processes()
 
         def _spawn_processes(self) -> None:
-            module.INIT_METHOD = os.environ[
-                "INIT_METHOD"
-            ]  # a spawned rank would read it anew, as setUp left it
+            # a spawned rank would read it anew, as setUp left it
+            module.INIT_METHOD = os.environ["INIT_METHOD"]
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     if cpu_for_cuda:

@@ -56,7 +56,7 @@ class SimulatedRanks:
             stderr=self._output,
             pass_fds=[theirs.fileno()],
             cwd=_TESTS,
-            env=environment({"PYTHONPATH": str(_TESTS), **variables}, "simcuda"),
+            env=environment({"PYTHONPATH": str(_TESTS), **variables}),
         )
         theirs.close()
         try:
