@@ -6,7 +6,8 @@ wrapper are in the package itself (`lightning_ddp/ddp/module.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import distributed as torch_ddp
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
 from lightning_ddp.comm.collectives import broadcast_coalesced
+from lightning_ddp.ddp.gradients import BackwardFailures
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.ddp.wrapped_module import MixedPrecision
@@ -85,10 +87,20 @@ class OfWrapper:
     # ------------------------------------------------------------------ logging
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What torch's tests look for in its class's logging data; nothing notes that a join was there."""
-        reduced = [b for b in self.reducer.buckets if not b.is_skipped and b.flat.numel() > 0]
-        rebuilt = int(self.reducer.has_rebuilt)
-        return {"join_uneven_inputs": 1, "has_rebuilt_buckets": rebuilt, "num_buckets_reduced": len(reduced)}
+        told = _told(self)
+        data = {
+            "iteration": 0,
+            "join_uneven_inputs": int(told.get("has_joined", False)),
+            "has_rebuilt_buckets": int(self.reducer.has_rebuilt),
+            "num_buckets_reduced": told.get("num_reduced", 0),
+        }
+        return data | ({"has_error": 1, "error": told["error"]} if "error" in told else {})
+
+
+def _told(wrapper: Any) -> dict[str, Any]:
+    """What the functions below have noted of a wrapper."""
+    told: dict[str, Any] = wrapper.__dict__.setdefault("_told_to_torch", {})
+    return told
 
 
 class OfReducer:
@@ -113,3 +125,52 @@ for _kind, _names in ((BucketedDDP, OfWrapper), (Reducer, OfReducer)):
     for _name, _value in vars(_names).items():
         if not _name.startswith("__"):
             setattr(_kind, _name, _value)
+
+
+# ---------------------------------------------------------------------- what is noted for the logging data
+
+
+def _around(kind: type, name: str, note: Callable[..., None]) -> None:
+    """Let a method of a class call `note(self, result, *arguments)` when it is done, or with its error."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def noting(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            result = method(self, *arguments, **keywords)
+        except Exception as error:
+            note(self, error, *arguments, **keywords)
+            raise
+        note(self, result, *arguments, **keywords)
+        return result
+
+    setattr(kind, name, noting)
+
+
+def _note_construction(wrapper: Any, result: Any, *arguments: Any, **keywords: Any) -> None:
+    if result is None:
+        vars(wrapper.reducer.failures)["told"] = vars(wrapper.reducer)["told"] = _told(wrapper)
+
+
+def _note_error(owner: Any, result: Any, *_arguments: Any, **_keywords: Any) -> None:
+    told = _told(owner) if isinstance(owner, BucketedDDP) else vars(owner).get("told", {})
+    if isinstance(result, Exception):
+        told["error"] = str(result)
+
+
+def _note_join(wrapper: Any, _result: Any, **_keywords: Any) -> None:
+    _told(wrapper)["has_joined"] = True
+
+
+def _note_backward(reducer: Any, _result: Any, state: Any) -> None:
+    num_reduced = sum(not bucket.is_skipped and bucket.flat.numel() > 0 for bucket in reducer.buckets)
+    vars(reducer).get("told", {}).update(num_reduced=num_reduced)
+
+
+_around(BucketedDDP, "__init__", _note_construction)
+_around(BucketedDDP, "join_hook", _note_join)
+_around(Reducer, "_close_buckets", _note_backward)
+for _name in ("register_comm_hook", "_set_static_graph"):
+    _around(BucketedDDP, _name, _note_error)
+for _name in ("check_usable", "missing", "ready_twice", "freed_gradient"):
+    _around(BackwardFailures, _name, _note_error)
