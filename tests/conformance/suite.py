@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import unittest
 from typing import Any
@@ -48,10 +49,11 @@ def _shipped_but_not_run() -> dict[str, Any]:
     sgd = (torch.optim.SGD, (1e-2,), {"momentum": 0.9, "weight_decay": 0.01})
     adam = (torch.optim.Adam, (1e-2,), {"betas": (0.9, 0.99), "eps": 1e-6})
     adamw = (torch.optim.AdamW, *adam[1:])
-    cases = [(optimizer, True, False, subset) for optimizer in (sgd, adam) for subset in (True, False)]
-    cases += [(adamw, False, False, False), (adamw, False, True, True), (adamw, True, True, False)]
+    either = (True, False)
+    cases = [(optimizer, True, False, subset) for optimizer in (sgd, adam) for subset in either]
+    cases += [(adamw, *flags) for flags in itertools.product(either, repeat=3)]
     tests = dict(_fused_optimizer(*case) for case in cases)
-    return tests | dict(_parity(view) for view in (True, False))
+    return tests | dict(_parity(view) for view in either)
 
 
 def _fused_optimizer(optimizer: Any, view: bool, static: bool, subset: bool) -> tuple[str, Any]:
