@@ -9,6 +9,7 @@ Where it can, it changes what the test module alone sees (`adapt`): a stand-in f
 
 - `Tensor.cuda/.to`, `Module.cuda/.to`: a CUDA device means the CPU;
 - `init_process_group`, `new_group`: "nccl" means "gloo"; `init_device_mesh`: "cuda" means "cpu";
+- `SyncBatchNorm.forward`: an implementation for any device, below;
 - `torch.Stream`, `torch.Event`, `torch.accelerator.current_stream`: do nothing;
 - the class's constructor drops `device_ids` and `output_device`, and torch's own class takes SyncBatchNorm
   in a CPU module, which it refuses otherwise.
@@ -28,6 +29,7 @@ import torch.cuda.nccl
 import torch.distributed as dist
 import torch.distributed.device_mesh
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 CPU = torch.device("cpu")
 NUM_CLAIMED_GPUS = 4
@@ -105,6 +107,7 @@ def install(under_test: type[nn.Module]) -> None:
     torch.distributed.device_mesh.init_device_mesh = lambda kind, *args, **kwargs: make_mesh(
         "cpu", *args, **kwargs
     )
+    nn.SyncBatchNorm.forward = _forward_of_sync_batch_norm  # type: ignore[method-assign]
     torch.Stream = torch.Event = torch.accelerator.current_stream = _Idle  # type: ignore[misc, assignment]
     _drop_device_ids(under_test)
     if hasattr(under_test, "_passing_sync_batchnorm_handle"):
@@ -240,3 +243,53 @@ def _drop_device_ids(class_: type[nn.Module]) -> None:
         init(self, module, device_ids, None, *args, **kwargs)
 
     class_.__init__ = without  # type: ignore[method-assign]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _SumOverRanks.apply(grad, ctx.group), None
+
+
+def _normalize_by_all_ranks(
+    x: Tensor, mean_out: Tensor | None, var_out: Tensor | None, momentum: float, eps: float, group: Any
+) -> Tensor:
+    """Batch normalization by the statistics of all ranks' batches, whose sums autograd follows to them."""
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    count = x.new_tensor([x.numel() // x.size(1)])
+    sums = _SumOverRanks.apply(torch.cat([x.sum(dims), x.square().sum(dims), count]), group)
+    n = sums[-1].clamp(min=1)
+    mean = sums[: x.size(1)] / n
+    var = (sums[x.size(1) : -1] / n - mean.square()).clamp(min=0)
+    if mean_out is not None and var_out is not None:
+        unbiased = var * n / (n - 1).clamp(min=1)
+        for kept, found in ((mean_out, mean), (var_out, unbiased)):
+            kept.mul_(1 - momentum).add_(found.detach().to(kept.dtype), alpha=momentum)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return (x - mean.view(shape)) * (var + eps).rsqrt().view(shape)
+
+
+def _forward_of_sync_batch_norm(self: Any, x: Tensor) -> Tensor:
+    self._check_input_dim(x)
+    self._check_non_zero_input_channels(x)
+    momentum = 0.0 if self.momentum is None else self.momentum
+    if self.training and self.track_running_stats:
+        self.num_batches_tracked.add_(1)
+        if self.momentum is None:
+            momentum = 1.0 / self.num_batches_tracked.item()
+    is_kept = not self.training or self.track_running_stats
+    mean, var = (self.running_mean, self.running_var) if is_kept else (None, None)
+    group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+    if self.training and group and dist.get_world_size(group) > 1:
+        out = _normalize_by_all_ranks(x.double(), mean, var, momentum, self.eps, group)
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        out = out if self.weight is None else out * self.weight.double().view(shape)
+        return (out if self.bias is None else out + self.bias.double().view(shape)).to(x.dtype)
+    by_batch = self.training or (self.running_mean is None and self.running_var is None)
+    return batch_norm(x, mean, var, self.weight, self.bias, by_batch, momentum, self.eps)
