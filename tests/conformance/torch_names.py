@@ -7,6 +7,7 @@ wrapper are in the package itself (`lightning_ddp/ddp/module.py`).
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,11 +18,22 @@ from torch.nn.parallel import distributed as torch_ddp
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
 from lightning_ddp.comm.collectives import broadcast_coalesced
+from lightning_ddp.ddp.bucket import BucketLayout
 from lightning_ddp.ddp.gradients import BackwardFailures
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.reducer import Reducer
 from lightning_ddp.ddp.wrapped_module import MixedPrecision
+from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.telemetry.step_record import StepRecord
 
+_DTYPE_NAMES = {"float32": "float", "float64": "double"}
+_VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+)
+_GLOO_THREADS = 2
+_NUM_FIRST = 10
+_MOST_STEPS = 10_000
 _BROADCAST_BYTES = 250 * 1024 * 1024
 
 
@@ -61,6 +73,21 @@ class OfWrapper:
 
     # ------------------------------------------------------------------ hooks and optimizers
 
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        builtin = hooks[comm_hook_type]
+
+        def hook(state: Any, bucket: Any) -> Any:
+            return builtin(state, bucket)
+
+        hook.__qualname__ = str(comm_hook_type)
+        self.register_comm_hook(self.process_group, hook)
+
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Iterable[torch.Tensor] | None = None, **kwargs: Any
     ) -> None:
@@ -80,6 +107,14 @@ class OfWrapper:
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing to set: outputs are handed on as they are, never cloned."""
 
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ConfigurationError(
+                f"DDP runtime logging sample rate {sample_rate}: it should be equal or greater than 1"
+            )
+        _told(self)["sample_rate"] = sample_rate
+        _times(self)
+
     @property
     def _authoritative_rank(self) -> int | None:
         return self.authoritative_rank
@@ -87,20 +122,93 @@ class OfWrapper:
     # ------------------------------------------------------------------ logging
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        told = _told(self)
+        group, reducer, told = self._group, self.reducer, _told(self)
+        params, hook, backend = reducer.layout.params, reducer.reduction.hook, group.backend(self.device)
+        error = told.get("error")
+        modules = list(self.module.modules())
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
         data = {
-            "iteration": 0,
+            "module_name": type(self.module).__name__,
+            "rank": group.rank,
+            "world_size": group.size,
+            "backend_name": backend,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(told["asked_for_views"]),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": told["bucket_sizes"],
+            "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(name, name) for name in dtypes})),
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
+            "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in modules)),
             "join_uneven_inputs": int(told.get("has_joined", False)),
-            "has_rebuilt_buckets": int(self.reducer.has_rebuilt),
+            "has_rebuilt_buckets": int(reducer.has_rebuilt),
             "num_buckets_reduced": told.get("num_reduced", 0),
+            "iteration": 0,
+            "gloo_num_threads": _GLOO_THREADS,
+            **{name.lower(): os.environ.get(name, "N/A") for name in _VARIABLES},
         }
-        return data | ({"has_error": 1, "error": told["error"]} if "error" in told else {})
+        if hook is not None:
+            data["comm_hook"] = getattr(hook, "__qualname__", type(hook).__name__)
+        if error:
+            data.update(has_error=1, error=error)
+        if reducer.has_rebuilt:
+            data["rebuilt_bucket_sizes"] = _bucket_sizes(reducer)
+            order = vars(reducer.layout)["order"]
+            data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
+            data["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, bucket.spec.indices)) for bucket in reducer.buckets
+            )
+        return {**data, **_times(self)}
 
 
 def _told(wrapper: Any) -> dict[str, Any]:
     """What the functions below have noted of a wrapper."""
     told: dict[str, Any] = wrapper.__dict__.setdefault("_told_to_torch", {})
     return told
+
+
+def _bucket_sizes(reducer: Reducer) -> str:
+    return ", ".join(str(b.spec.numel * b.spec.dtype.itemsize) for b in reducer.buckets)
+
+
+def _times(wrapper: Any) -> dict[str, int]:
+    """Times of the last timed step and their means; the first call begins to record them.
+
+    Steps count from 1. The first ten are timed, and one in the sample rate; torch publishes the figures of a
+    step with the forward after it.
+    """
+    recorder, rate = wrapper.reducer.recorder, _told(wrapper).get("sample_rate", 100)
+    if not recorder.records.maxlen:
+        recorder.start(_MOST_STEPS)
+    published = [(record.step + 1, record) for record in list(recorder.records)[:-1]]
+    timed = [(n, record) for n, record in published if n <= _NUM_FIRST or n % rate == 0]
+    if not timed:
+        return {}
+    (number, last), lengths = timed[-1], [_lengths(record) for _, record in timed]
+    return {
+        "iteration": number,
+        **lengths[-1],
+        **{f"avg_{name}": sum(each[name] for each in lengths) // len(lengths) for name in lengths[-1]},
+        "forward_compute_time_start": last.forward_start,
+        "backward_compute_time_start": last.backward_start,
+        "backward_comm_time_start": last.buckets[0].launched,
+        "backward_compute_time_end": last.backward_end,
+        "backward_comm_time_end": last.comm_end,
+    }
+
+
+def _lengths(step: StepRecord) -> dict[str, int]:
+    """Durations of the parts of a step in nanoseconds."""
+    launched = step.buckets[0].launched
+    return {
+        "forward_compute_time": step.backward_start - step.forward_start,
+        "backward_compute_time": step.backward_end - step.backward_start,
+        "backward_comm_time": step.comm_end - launched,
+        "backward_compute_comm_overlap_time": max(0, step.backward_end - launched),
+    }
 
 
 class OfReducer:
@@ -149,6 +257,8 @@ def _around(kind: type, name: str, note: Callable[..., None]) -> None:
 
 def _note_construction(wrapper: Any, result: Any, *arguments: Any, **keywords: Any) -> None:
     if result is None:
+        asked = bool(keywords.get("gradient_as_bucket_view"))
+        _told(wrapper).update(asked_for_views=asked, bucket_sizes=_bucket_sizes(wrapper.reducer))
         vars(wrapper.reducer.failures)["told"] = vars(wrapper.reducer)["told"] = _told(wrapper)
 
 
@@ -167,10 +277,15 @@ def _note_backward(reducer: Any, _result: Any, state: Any) -> None:
     vars(reducer).get("told", {}).update(num_reduced=num_reduced)
 
 
+def _note_plan(layout: Any, _result: Any, order: Sequence[int]) -> None:
+    vars(layout)["order"] = list(order)
+
+
 _around(BucketedDDP, "__init__", _note_construction)
 _around(BucketedDDP, "join_hook", _note_join)
 _around(Reducer, "_close_buckets", _note_backward)
-for _name in ("register_comm_hook", "_set_static_graph"):
+_around(BucketLayout, "plan", _note_plan)
+for _name in ("register_comm_hook", "_set_static_graph", "_set_ddp_runtime_logging_sample_rate"):
     _around(BucketedDDP, _name, _note_error)
 for _name in ("check_usable", "missing", "ready_twice", "freed_gradient"):
     _around(BackwardFailures, _name, _note_error)
