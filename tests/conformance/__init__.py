@@ -2,7 +2,7 @@
 
 `TorchTests` holds a process that has imported those tests (`runner.py`). Each test runs in processes forked
 from it, with the class under test in the place of torch's (`substitution.py`). 11 of the tests need no GPU
-and run as they are (`as_they_are.txt`). For 91 more the CPU stands in for CUDA devices (`cpu_for_cuda.py`,
+and run as they are (`as_they_are.txt`). For 98 more the CPU stands in for CUDA devices (`cpu_for_cuda.py`,
 `cpu_for_cuda.txt`): they test no devices, streams or overlap. All of both lists pass with torch's own class.
 """
 

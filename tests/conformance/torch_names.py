@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch.nn.parallel import distributed as torch_ddp
 from conformance import substitution
 from lightning_ddp._torch import IGNORED_NAMES, IS_IGNORED
 from lightning_ddp.comm.collectives import broadcast_coalesced
-from lightning_ddp.ddp.bucket import BucketLayout
+from lightning_ddp.ddp.bucket import BucketLayout, sparse_parameters
 from lightning_ddp.ddp.gradients import BackwardFailures
 from lightning_ddp.ddp.module import BucketedDDP
 from lightning_ddp.ddp.reducer import Reducer
-from lightning_ddp.ddp.wrapped_module import MixedPrecision
-from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.ddp.wrapped_module import MixedPrecision, trainable_parameters
+from lightning_ddp.errors import BackwardOrderError, ConfigurationError
 from lightning_ddp.telemetry.step_record import StepRecord
 
 _DTYPE_NAMES = {"float32": "float", "float64": "double"}
@@ -61,6 +62,23 @@ class OfWrapper:
             if name in names:
                 setattr(tensor, IS_IGNORED, True)
 
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        named = trainable_parameters(self.module, self.parameters_to_ignore)
+        sparse = sparse_parameters(self.module.modules())
+        return [p for _, p in named], [id(p) in sparse for _, p in named]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+        names = {id(p): n for n, p in trainable_parameters(self.module, self.parameters_to_ignore)}
+        places = {id(p): i for i, p in enumerate(parameters)}
+        lost = [name for key, name in names.items() if key not in places]
+        if lost:
+            raise ConfigurationError(f"Param with name {lost[0]} is none of the parameters given")
+        if len(names) != len(places):
+            raise ConfigurationError(
+                f"Expected param to name mapping for {len(places)} parameters; the module has {len(names)}"
+            )
+        return {places[key]: name for key, name in names.items()}
+
     # ------------------------------------------------------------------ buffers
 
     def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
@@ -68,8 +86,14 @@ class OfWrapper:
         location = "before_forward" if comm_hook_location == before else "after_forward"
         self.register_buffer_comm_hook(state, hook, location=location)
 
-    def _default_broadcast_coalesced(self, bufs: Sequence[torch.Tensor]) -> None:
-        broadcast_coalesced(self._group, bufs, 0, _BROADCAST_BYTES)
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        tensors = list(self._module_buffers.named().values()) if bufs is None else bufs
+        broadcast_coalesced(self._group, tensors, authoritative_rank, bucket_size or _BROADCAST_BYTES)
 
     # ------------------------------------------------------------------ hooks and optimizers
 
@@ -93,7 +117,10 @@ class OfWrapper:
     ) -> None:
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
-        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        try:
+            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except NotImplementedError as error:
+            raise ConfigurationError(f"{optim} cannot step during backward") from error
 
     # ------------------------------------------------------------------ changes after construction
 
@@ -103,6 +130,11 @@ class OfWrapper:
 
     def _remove_autograd_hooks(self) -> None:
         self.teardown()
+
+    def _check_reducer_finalized(self) -> None:
+        backward = self.reducer._backward
+        if backward is not None and backward.is_running:
+            raise BackwardOrderError(f"backward {backward.step} ended before all buckets were reduced")
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing to set: outputs are handed on as they are, never cloned."""
@@ -121,10 +153,15 @@ class OfWrapper:
 
     # ------------------------------------------------------------------ logging
 
+    @property
+    def logger(self) -> Any:
+        """A C++ logger for functions of torch that take one; what they report is in the logging data."""
+        return _logger_for(self)
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         group, reducer, told = self._group, self.reducer, _told(self)
         params, hook, backend = reducer.layout.params, reducer.reduction.hook, group.backend(self.device)
-        error = told.get("error")
+        error = told.get("error") or _errors_of_logger(self)
         modules = list(self.module.modules())
         dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
         data = {
@@ -211,8 +248,34 @@ def _lengths(step: StepRecord) -> dict[str, int]:
     }
 
 
+def _is_static(reducer: Any) -> bool:
+    return bool(vars(reducer).get("_is_absent_static", True))
+
+
+_loggers: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _logger_for(wrapper: Any) -> Any:
+    """torch's functions that take a logger want the C++ one, which needs a C++ reducer, of an idle tensor."""
+    if wrapper not in _loggers:
+        idle = torch.nn.Parameter(torch.zeros(1))
+        reducer = dist.Reducer([idle], [[0]], [4], wrapper.process_group)
+        _loggers[wrapper] = (dist.Logger(reducer), reducer, idle)
+    return _loggers[wrapper][0]
+
+
+def _errors_of_logger(wrapper: Any) -> str | None:
+    if wrapper not in _loggers:
+        return None
+    errors: str | None = _loggers[wrapper][0]._get_ddp_logging_data().strs_map.get("error")
+    return errors
+
+
 class OfReducer:
     """Names that `Reducer` gets."""
+
+    def _ddp_graph_static(self) -> bool:
+        return _is_static(self)
 
     def _get_local_used_map(self) -> torch.Tensor:
         counts: torch.Tensor = self._gradients._sums[:-1]
@@ -273,6 +336,9 @@ def _note_join(wrapper: Any, _result: Any, **_keywords: Any) -> None:
 
 
 def _note_backward(reducer: Any, _result: Any, state: Any) -> None:
+    absent, before = frozenset(reducer._gradients.absent()), vars(reducer).get("_absent_before")
+    vars(reducer)["_is_absent_static"] = _is_static(reducer) and before in (None, absent)
+    vars(reducer)["_absent_before"] = absent
     num_reduced = sum(not bucket.is_skipped and bucket.flat.numel() > 0 for bucket in reducer.buckets)
     vars(reducer).get("told", {}).update(num_reduced=num_reduced)
 
