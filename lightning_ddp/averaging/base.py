@@ -247,7 +247,7 @@ class Averager:
         return self._is_local, [(track.num_steps, track.num_local_steps) for track in self.tracks]
 
     def restore(self, mark: Any) -> None:
-        """Reset step counts and other state to `mark`, made when no rank had unaveraged steps."""
+        """Reset step counts and other state to what `mark()` returned when no rank had unaveraged steps."""
         self._is_local, counts = mark
         for track, (num_steps, num_local_steps) in zip(self.tracks, counts, strict=True):
             track.num_steps, track.num_local_steps = num_steps, num_local_steps

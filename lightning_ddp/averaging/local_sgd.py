@@ -39,7 +39,7 @@ class PostLocalSGD(Averager):
 
 
 class NodeGradients:
-    """A communication hook that averages in nodes of neighboring ranks, once local training has started.
+    """Communication hook that averages gradients only within each node once local training has started.
 
     `hook` reduces over all ranks until then, while `is_global` returns True; None for the plain mean. There
     are `node_size` ranks on a node.
@@ -126,7 +126,7 @@ class HierarchicalSGD(Averager):
             channel.halt()
 
     def _sizes(self) -> dict[int, int]:
-        """Return the number of ranks in an averaging group, by period in steps."""
+        """Return a dict from each period in steps to the number of ranks in its averaging groups."""
         return {period: size or self.group.size for period, size in self.options.periods.items()}
 
     def prepare(self) -> None:

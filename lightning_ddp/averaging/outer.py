@@ -181,7 +181,7 @@ class DiLoCoOptions(AveragerOptions):
 
 
 class DiLoCo(OuterAverager):
-    """Take local steps, and every `period` an outer SGD step with Nesterov momentum on their mean change.
+    """Take local steps, and every `period` an outer Nesterov SGD step on the ranks' mean parameter change.
 
     The optimizer of the training script is the inner one (AdamW in the paper); its state stays on each rank.
     With outer learning rate 1 and no momentum it is plain averaging of the parameters.
@@ -263,7 +263,7 @@ class StreamingDiLoCo(DiLoCo):
         self._begin_again(vars(self).get("_under_way", {}))
 
     def _begin_again(self, under_way: dict[int, _Exchange]) -> None:
-        """Make `under_way` the pending exchanges, without results; the next local step sends them again."""
+        """Replace the pending exchanges by `under_way` without results: the next local step resends them."""
         self._under_way = {index: replace(pending, future=None) for index, pending in under_way.items()}
 
     def after_local_step(self, track: Track) -> None:

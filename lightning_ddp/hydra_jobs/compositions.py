@@ -63,7 +63,7 @@ def _job_in_progress() -> dict[str, Any] | None:
 
 
 class JobCallbacks(Callbacks):
-    """Hydra's callbacks, extended to record runs and jobs in `jobs`; unpickling imports the package."""
+    """Hydra's callbacks, extended to report starts and ends of jobs to `jobs()` and share rank 0's values."""
 
     def __init__(self, config: Any = None) -> None:
         if config is not None:

@@ -100,7 +100,7 @@ class JobCache(defaultdict[str, dict[Any, Any]]):
 
 
 def attach(config: Any, cache: JobCache | None = None) -> JobCache:
-    """Set a `JobCache` as the resolver cache of a DictConfig without parent, and return that cache.
+    """Set a `JobCache` as the resolver cache of a root DictConfig, and return that cache.
 
     Without `cache`, keep an existing `JobCache`, or make one with the values that OmegaConf has cached.
     """
@@ -112,7 +112,7 @@ def attach(config: Any, cache: JobCache | None = None) -> JobCache:
 
 
 def detach(config: Any) -> None:
-    """Replace a configuration's `JobCache` by OmegaConf's cache, dropping what only the former holds."""
+    """Replace a configuration's `JobCache` by a plain dict, without values that OmegaConf does not cache."""
     known = {name: dict(values) for name, values in attach(config).items() if name != BY_PLACE}
     config._metadata.resolver_cache = defaultdict(dict, known)
 
@@ -208,7 +208,7 @@ class Handover(NamedTuple):
 
 
 def read_handover(descriptor: int) -> Handover:
-    """Return the `Handover` in a file of `to_file`, and close it; its shared position does not matter."""
+    """Return the `Handover` that `to_file` wrote to a file, read from its beginning; close the descriptor."""
     content = pickle.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     os.close(descriptor)
     return Handover(*content)
@@ -304,7 +304,7 @@ class Jobs:
     # ------------------------------------------------------------------ for Hydra
 
     def begin(self, task: Any, given: Any = None) -> None:
-        """Record the start of a Hydra job, with the seeds; one that has begun may have read `given`."""
+        """Record a Hydra job's function and seeds; adopt values that a running job has read from `given`."""
         self.task = task
         self._variables = {name: os.environ.get(name) for name in _SEEDS}
         if given is not None:

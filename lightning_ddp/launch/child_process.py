@@ -42,7 +42,7 @@ def begin_run() -> None:
 
 
 def end_fast() -> None:
-    """Skip the last garbage collection in workers of a data loader, which takes a second if spawned.
+    """Register an exit handler by which spawned data loader workers skip the slow last garbage collection.
 
     The rank waits for them, and on a busy machine kills them after 5 s, which leaves their files behind. All
     processes have the last collection where nanobind would report what it leaves.
@@ -90,7 +90,7 @@ _parent: int | None = None  # the same process, or the zygote of a supervisor
 
 
 def adopt_from_environment() -> None:
-    """Make this process die with its launcher, if one of this package started it; else do nothing.
+    """Have the kernel kill this process when the launcher that its environment names ends; exit if it has.
 
     Takes the variable out of the environment, so that processes which this one starts are not concerned. One
     that was started earlier, and has got it as well, is no child of the launcher.
@@ -128,7 +128,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def forked_by_zygote(launcher: int | None) -> None:
-    """Record the launcher of this fork of the zygote; None in rank 0, until it starts the others."""
+    """Store the process id of this fork's launcher; None in rank 0, until it starts the other ranks."""
     global _launcher, _parent
     _launcher, _parent = launcher, os.getppid()
 
@@ -141,7 +141,7 @@ def end_with(parent: int) -> None:
 
 
 def launcher_pid() -> int | None:
-    """Return the process id of this package's launcher that started this process; None if it has ended."""
+    """Return the process id of this process's launcher; None if not launched by this package, or it ended."""
     return _launcher if os.getppid() == _parent else None
 
 
@@ -153,7 +153,7 @@ def guarded_by() -> int:
 
 
 def outlive_parent() -> None:
-    """Let this process outlive its parent: it hears of the job's end by the control channel, and unwinds."""
+    """Have the kernel send SIGCONT, not SIGKILL, when the parent ends, so that this process can unwind."""
     _set_death_signal(signal.SIGCONT)  # it may be stopped (SIGSTOP) at that moment
 
 

@@ -208,7 +208,7 @@ class Children(LocalProcesses):
             self._guard.end()
 
     def end_new(self, is_left_out: Callable[[int], bool]) -> None:
-        """Kill replacement processes for whose initial rank `is_left_out` is true, as they come too late."""
+        """Kill processes started for lost ranks if `is_left_out(rank)`: they come too late to join."""
         self._kill_where(lambda child: child.number > 0 and is_left_out(child.slot.rank))
 
     def kill(self) -> None:

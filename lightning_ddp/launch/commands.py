@@ -72,7 +72,7 @@ def _import_once(modules: Sequence[str]) -> None:
 
 
 def _namespaces(program: Program) -> list[str]:
-    """Return the names of the Lightning packages that a program mentions, or of one that is installed."""
+    """Return the installed Lightning packages that a program's text names, else the first installed one."""
     path = Path(program.name)
     if program.kind == "module":
         path = Path(*program.name.split(".")).with_suffix(".py")

@@ -51,7 +51,10 @@ class _Answer(threading.Event):
 
 
 class DesyncReporter:
-    """A rank's end of desync detection; `where` returns step and phase. Made in the main thread."""
+    """A rank's part in desync detection: reports its state, and asks the server where ranks differ.
+
+    `where` returns step and phase. Made in the main thread.
+    """
 
     def __init__(self, interrupt: Interrupt, where: Callable[[], Where]) -> None:
         self._interrupt = interrupt
@@ -87,7 +90,7 @@ class DesyncReporter:
         self.deadline_s = max(limit_s - 1.0, limit_s / 2)
 
     def compare_before_each(self, is_on: bool) -> None:
-        """Turn on or off that each collective is compared between the ranks before it starts."""
+        """Switch the comparison of each collective between the ranks, before it starts, on or off."""
         if is_on and self._watch is None and dist.get_world_size() > 1:
             raise ConfigurationError(
                 'debug="detail" needs the control channel, which LIGHTNING_DDP_SUPERVISION=0 has switched off'
@@ -202,12 +205,12 @@ class DesyncReporter:
         return self._mismatch(entry, found, _CALLED_OTHERS) if found.is_contradiction else None
 
     def mismatch(self) -> CollectiveMismatchError:
-        """Return the error to raise as gloo found that ranks call different collectives. Thread-safe."""
+        """Ask the server why gloo found a mismatch of collectives; return the error. Thread-safe."""
         entry = self._interrupt.activity.entry() or self._interrupt.activity.last_started()
         return self._mismatch(entry, self._ask(entry), _CALLED_OTHERS)
 
     def compare(self, entry: Entry) -> None:
-        """Announce a collective, and wait until all ranks of its group are about to start the same one."""
+        """Announce a collective, and wait until all ranks of its group have; raise if theirs differ."""
         watch, lane = self._watch, entry.lane
         if watch is None:
             return
@@ -225,7 +228,7 @@ class DesyncReporter:
             raise self._mismatch(entry, answer.findings, _WOULD_CALL_OTHERS)
 
     def _ask(self, entry: Entry | None) -> protocol.Findings:
-        """Ask the server where ranks disagree about a collective, and return its findings or own ones."""
+        """Ask the server where ranks disagree on a collective; return its findings, or own ones if late."""
         key = (entry.lane.name, entry.number) if entry is not None else (None, 0)
         answer = self._answers.setdefault(key, _Answer())
         if self._watch is not None:
@@ -237,7 +240,7 @@ class DesyncReporter:
         return answer.findings or self._unanswered(entry)
 
     def _unanswered(self, entry: Entry | None) -> protocol.Findings:
-        """Return the findings that this rank has by itself, as the server's process does not answer."""
+        """Return what this rank alone knows of missing ranks, as the server has not answered in time."""
         missing, where = set(self._interrupt.activity.absent), ""
         if self._watch is not None:
             server = self._watch.server
@@ -279,7 +282,7 @@ def _in_words(found: protocol.Findings) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return a text, cut to 200 characters with a checksum that differs where long texts do."""
+    """Return a text; if longer than 200 characters, its beginning with a checksum of the whole text."""
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[: _LONGEST_TEXT - 12]}... {zlib.crc32(text.encode()):08x}"[:_LONGEST_TEXT]

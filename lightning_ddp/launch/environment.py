@@ -181,7 +181,7 @@ def _agreed(told: list[Told | None]) -> Told | None:
 
 
 def variables_by_hand(nodes: Nodes, engines: list[str]) -> dict[str, str]:
-    """Return NODE_RANK, MASTER_ADDR and MASTER_PORT for this node, as far as `engines` say them."""
+    """Return NODE_RANK, if known, and MASTER_ADDR and MASTER_PORT, if an engine and an address are known."""
     variables = {}
     if nodes.node_rank is not None:
         variables["NODE_RANK"] = str(nodes.node_rank.value)
@@ -191,7 +191,7 @@ def variables_by_hand(nodes: Nodes, engines: list[str]) -> dict[str, str]:
 
 
 def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[int, int]:
-    """Return the numbers of nodes and of devices per node: the cluster's, where the script gives none.
+    """Return numbers of nodes and devices per node, the cluster's if not given; set NODE_RANK and address.
 
     Sets `MASTER_ADDR`, `MASTER_PORT` and `NODE_RANK` of this process, as for a node started by hand, and
     removes variables that count pods as ranks. Raises `ConfigurationError` for a contradiction.
@@ -224,7 +224,7 @@ def settle_nodes(num_nodes: int, num_devices: int, *, is_open: bool) -> tuple[in
 
 
 def take_slurm_task() -> None:
-    """Make a SLURM task count as a node that was started by hand, if srun has started one per node."""
+    """Set NODE_RANK and the first node's address from SLURM, if srun has started one task per node."""
     num_tasks, kind = os.environ.get("SLURM_NTASKS"), lightnings("SLURMEnvironment")
     if num_tasks is None or num_tasks != os.environ.get(_OF_SLURM) or not kind.detect():
         return

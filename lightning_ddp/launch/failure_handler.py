@@ -61,7 +61,7 @@ def is_enabled() -> bool:
 
 
 class _State(Enum):
-    """State of the main thread."""
+    """State of a process's main thread: between runs, in a run, reporting its failure, or failed."""
 
     IDLE = auto()  # code of the script, outside of a run
     RUNNING = auto()  # a run: a fit, a test ...
@@ -70,7 +70,10 @@ class _State(Enum):
 
 
 class FailureHandler:
-    """Supervision of a process: reports its failure, interrupts it for others'. Used in the main thread."""
+    """Supervision of one process: reports its failure, and interrupts it if another rank has failed.
+
+    Used in the main thread.
+    """
 
     def __init__(self, children: Children) -> None:
         self.interrupt = Interrupt()
@@ -99,7 +102,7 @@ class FailureHandler:
 
     @property
     def is_over(self) -> bool:
-        """True if this process has failed or unwinds from a failure, so that it calls no collectives."""
+        """True if this process has failed, or is a rank's fork, so that it calls no collectives."""
         return self._state is _State.OVER or self.is_inherited
 
     @property
@@ -146,7 +149,7 @@ class FailureHandler:
         return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
 
     def _where(self) -> Where:
-        """Return this rank's step, hook, awaited collective and progress count. In the channel's thread."""
+        """Restart the stall timer; return step, hook, collective and count. In the channel's thread."""
         self.end_limit.expect_progress()
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
@@ -173,7 +176,7 @@ class FailureHandler:
     def connect(
         self, server: ServerAddress, identity: Identity, settings: SupervisionSettings, parent_pid: int | None
     ) -> None:
-        """Connect to the control server, and start supervision; `parent_pid` is what started this process."""
+        """Connect to the control server, and start supervision; the process `parent_pid` started this one."""
         self._settings = self.end_limit.settings = settings
         self._parent_pid = parent_pid
         parent, called_within_s = None, ECHO_WAIT_S + 3.0
@@ -314,14 +317,14 @@ class FailureHandler:
         os.environ.update(variables)
 
     def outlive_watchdog(self) -> None:
-        """Keep NCCL's watchdog from ending this process when a peer is gone, unless the user has set it."""
+        """Set environment variables, unless set, so that NCCL's watchdog does not end this process."""
         values = {name: os.environ.get(name, value) for name, value in WATCHDOG_VARIABLES.items()}
         self.set_while_running(values)
 
     # ------------------------------------------------------------------ step boundaries and signals
 
     def reached_step_boundary(self) -> Passage:
-        """Pass a step boundary, waiting if ordered; return whether this rank goes on, or how it stops."""
+        """Return the server's order at a step boundary (go on, stop, let ranks join); wait if it says so."""
         self.interrupt.check()
         self.interrupt.activity.advance()
         if self.watch is None:
@@ -354,13 +357,13 @@ class FailureHandler:
                 self._handlers_before[number] = signal.signal(number, self._on_signal)
 
     def restore_sigterm(self) -> None:
-        """Restore the previous signal handlers, unless somebody has replaced this one."""
+        """Restore the handlers that `handle_stop_signals` replaced, except where its own is no longer set."""
         for number, previous in self._handlers_before.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Ask for a stop where a step begins; between runs, or in a fork, call the handler before."""
+        """Ask for a stop at a step boundary; exit on a second signal; between runs call the old handler."""
         previous = self._handlers_before.get(number)
         is_between_runs = self._depth == 0 and self.inspector.num_runs > 0
         if self.is_inherited or (is_between_runs and not self.is_over and not self.has_left):
@@ -395,7 +398,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ a failure of this process
 
     def end(self, error: BaseException) -> PeerFailure | None:
-        """Report what ended this run, and abort its groups; return another rank's failure behind it."""
+        """Report the error that ended this run, abort all groups; return the peer's failure behind it."""
         if self._state is _State.RUNNING:
             self._state = _State.ENDING
         failure = None
@@ -449,7 +452,7 @@ class FailureHandler:
         return first.to_error(record.rank).like()
 
     def _save_last(self, error: BaseException, *, is_own: bool) -> None:
-        """Save a checkpoint after a failure if this is the lowest rank but the one that failed first."""
+        """Save a checkpoint after a failure on rank 0, or on rank 1 if rank 0 failed first."""
         if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
             return
         with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
@@ -467,7 +470,7 @@ class FailureHandler:
                     tell_guard(guarded_by(), self.watch.identity.rank, True, report=report)
 
     def _tell_guard(self, is_aware: bool | None, failure: FailureRecord | None = None) -> None:
-        """Tell the launcher's guard that this process joined (None), knows of a failure, or goes on."""
+        """Tell the guard process that this rank joined (None), knows of a failure (True), goes on (False)."""
         is_interrupt = failure is not None and failure.exception_type == "KeyboardInterrupt"
         report = "" if failure is None or is_interrupt else render(failure)
         limit_s = self._settings.failure_grace_s if is_aware else math.inf
@@ -498,7 +501,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ a failure of another process
 
     def _learned(self, record: FailureRecord) -> None:
-        """Interrupt the main thread and limit its time, as the job has failed. In the channel's thread."""
+        """Interrupt the main thread, as the job failed; limit its time to exit. In the channel's thread."""
         rank = self.identity.rank if self.identity is not None else None
         error = record.to_error(rank)
         if rank is not None and record.rank != rank:
@@ -520,13 +523,13 @@ class FailureHandler:
             self._interrupt_main(error)
 
     def _gloo_failed(self) -> None:
-        """Interrupt the main thread for a mismatch or lost connection, as gloo's thread ends the process."""
+        """Interrupt the main thread for gloo's error; delay gloo's thread, which then ends the process."""
         with suppress(PeerFailure):
             self._device_failed(self.inspector.mismatch())
         time.sleep(self._settings.failure_grace_s)  # meanwhile the main thread unwinds and ends the process
 
     def _interrupt_main(self, error: BaseException) -> None:
-        """Raise `error` in the main thread, unless that fails by itself in a moment."""
+        """Raise `error` in the main thread, unless that raises an error of its own within 0.3 s."""
         if isinstance(error, PeerFailure):
             self._wake_stopped(error)
         until = time.monotonic() + _OWN_WORD_S
@@ -565,7 +568,7 @@ class FailureHandler:
         return failure is not None and "Collective" not in (failure.exception_type or "Collective")
 
     def close(self) -> None:
-        """Disconnect from the job, so that the exit of this process is no failure; close its own server."""
+        """Disconnect from the control server, so that an exit is no failure; close a server of its own."""
         for end in (self.interrupt.device_watch, self.watch, self.server):
             if end is not None:
                 end.close()

@@ -99,7 +99,7 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
-        """Make this process, or with a `link` the supervisor, its node's launcher until the job ends."""
+        """Set `variables`, and make this process (with `link`: its supervisor) its node's launcher."""
         self._goes_on, self.children.remote = launch.goes_on, link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
@@ -189,7 +189,7 @@ class JobContext:
     # ------------------------------------------------------------------ end
 
     def end(self, error: BaseException | None) -> FailureRecord | None:
-        """End the job, with `error` if it raised here, while the process goes on; return its failure."""
+        """End the job, not the process: report `error`, wait for children; return the job's failure."""
         failure = self._leave(error)
         atexit.unregister(self._at_exit)
         if self._is_left_behind:
@@ -464,7 +464,7 @@ def job_context() -> JobContext:
 
 
 def end_job(error: BaseException | None) -> BaseException | None:
-    """End the job (of Hydra) that this process launched, if any; return the job's failure, or `error`."""
+    """End the job that this process launched, if any; return `error`, else the job's failure as an error."""
     global _context
     ended = _context
     if ended is None or ended.is_inherited or not ended.children.are_of_this_process:

@@ -104,7 +104,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return context.control.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the children, once they had time to end by themselves after Ctrl-C."""
+        """Wait up to 1.5 s for the children to end after Ctrl-C; send a signal to those that still run."""
         children = job_context().children
         children.join(_INTERRUPTED_S)
         children.send_signal(signum)
@@ -202,7 +202,7 @@ def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
 
 
 def child_command() -> ChildCommand:
-    """Return the command that runs this program again, in the folder where the user started it."""
+    """Return the command that runs this program again, with the present Hydra job if there is one."""
     elsewhere = jobs().program()
     program = Program(*elsewhere, []) if elsewhere else Program(*_program(), sys.argv[1:])
     handover = jobs().handover(end_job)
@@ -442,7 +442,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             wait([process.sentinel for process in self.procs if process.exitcode is None], _LOOK_AGAIN_S)
 
     def _with_exit(self, record: FailureRecord) -> FailureRecord:
-        """Return a failure record with the exit code of its process, if that is one of these."""
+        """Return a failure record, with the exit code of its process if this launcher started that."""
         local_rank = record.rank - self._first_rank
         code = self.procs[local_rank].exitcode if 0 <= local_rank < len(self.procs) else None
         return record.with_exit(code, exit_message(code)) if code else record

@@ -56,7 +56,7 @@ def tell_long_wait(rank: int, what: Callable[[], str]) -> Generator[None, None, 
 def waiting(
     environment: ClusterEnvironment, what: Callable[[], str], rank: int | None = None
 ) -> Generator[None, None, None]:
-    """Return a context for waiting: one process per node says so after 5 s; signals end the process.
+    """Return a context: after 5 s, local rank 0 prints what it waits for; SIGTERM or Ctrl-C kill the process.
 
     SIGTERM and Ctrl-C end it at once, also in C++, unless it is not the main thread that waits. Signals that
     are ignored, and a handler of the script for Ctrl-C, stay as they are.
@@ -100,7 +100,7 @@ def second_interrupt_ends(alarm: InterruptGuard, kill_children: Callable[[], Non
 
 
 class EndLimit:
-    """Timer that prints all stacks and ends this process after a failure or stall, without the GIL."""
+    """Timer that prints all stacks and ends this process after a failure or stall, whoever holds the GIL."""
 
     def __init__(self) -> None:
         self.settings = SupervisionSettings()
@@ -129,7 +129,7 @@ class EndLimit:
         return left_s
 
     def expect_progress(self, is_running: bool | None = None) -> None:
-        """Restart the timer that ends this process if it runs no Python code within `stall_timeout`."""
+        """Restart the timer that ends this process on a stall; `is_running` enables or cancels it."""
         stall_s = self.settings.stall_timeout_s
         with self._lock:
             self._is_running = self._is_running if is_running is None else is_running

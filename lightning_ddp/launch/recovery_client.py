@@ -43,7 +43,7 @@ _RUNS_JOBS = side_stream.__file__  # file of a room that communicates which runs
 
 
 class Cause(Enum):
-    """Cause of an exception."""
+    """Cause of an exception: own code, another rank's failure, a lost connection, or the backend."""
 
     OWN = auto()  # code of this rank
     PEER = auto()  # the failure of another rank, which interrupted this one
@@ -125,11 +125,11 @@ class RecoveryClient:
     # ------------------------------------------------------------------ the main thread
 
     def defer(self, is_deferred: bool) -> None:
-        """Defer interruptions of the main thread, from a backward's end to a step boundary, or allow them."""
+        """Defer interruptions of the main thread (from backward to step boundary), or allow them again."""
         self._alarm.defer(is_deferred)
 
     def is_call(self, error: BaseException) -> bool:
-        """Return True if an exception is due to a lost rank, after a wait for the order that says so."""
+        """Wait for an order to recover that explains an exception; return True if a lost rank caused it."""
         if self._watch.failure is not None:
             return False
         cause = cause_of_error(error)
@@ -194,7 +194,7 @@ class RecoveryClient:
                 check()
 
     def begin_fit(self) -> None:
-        """Count step boundaries from here; called by all ranks at the beginning of a fit, in equal states."""
+        """Restart the count of a fit's step boundaries; all ranks call it after equally many boundaries."""
         with self._watch.lock:
             self.state.begin_fit()
 
@@ -213,6 +213,6 @@ class RecoveryClient:
         self.heard_at = time.monotonic()
 
     def settle(self) -> None:
-        """Report that this process has its generation's state; enable interruptions, deferred at first."""
+        """Report that this rank has its new group's model state; allow interruptions, deferred at first."""
         self._watch.update(RankState.settle)
         self._alarm.arm(is_deferred=True)

@@ -127,7 +127,7 @@ class Rendezvous:
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def comes_back(self) -> bool:
-        """Return True if the run's ranks had all connected before this node came; then prepare to join it."""
+        """Return True if all ranks of the run had connected already, and then store the run's address."""
         assert self.where is not None
         address, port, _ = _parts_of(self.where)
         number = running(address, port)
@@ -149,7 +149,7 @@ class Rendezvous:
 
     @property
     def where(self) -> str | None:
-        """Address `host:port/run` of the launcher's store; None if no launcher of this package started it."""
+        """Address `host:port/run` of the launcher's store; None without a launcher of this package."""
         return os.environ.get(STORE_VARIABLE) or self.handed.get(STORE_VARIABLE)
 
     @property
@@ -166,7 +166,7 @@ class Rendezvous:
             return self.hosted if self._is_hosted(address, port) else run_store(self.where, timeout)
 
     def close(self) -> None:
-        """Close the store that this process opened."""
+        """Close the store that this process opened; keep it for later runs if the user named its port."""
         self.handed = {}
         if not self._is_named:  # else other nodes may come to the next run of this process before it does
             self._hosted = None
@@ -515,7 +515,7 @@ def is_own_address(address: str) -> bool:
 
 
 def require_resolvable(address: str, named_by: str = "MASTER_ADDR") -> None:
-    """Wait up to 30 s until the first node's name, which a cluster may publish late, can be resolved."""
+    """Wait until the first node's name can be resolved; raise `RendezvousError` if it cannot within 30 s."""
     deadline = time.monotonic() + _RESOLVED_WITHIN_S
     is_said = False
     while True:

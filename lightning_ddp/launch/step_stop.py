@@ -50,7 +50,7 @@ class StepStop:
         at_step_boundaries(trainer, self.check if self._context.control.calls is None else lambda: None)
 
     def check(self) -> bool:
-        """Pass a step boundary, as all ranks do; return True if they stop for others, raise for a signal."""
+        """Pass a step boundary; return True if ranks join or leave there, raise if a signal stops all."""
         ours = self._context.control
         if self._trainer is None or (passage := ours.reached_step_boundary()) is Passage.GO:
             return False
@@ -67,13 +67,13 @@ class StepStop:
         raise sigterm_exception(self._trainer)(PREEMPTED if is_judged else 0)
 
     def check_evaluation(self) -> None:
-        """Pass an evaluation step, and `check` it as a step boundary unless it belongs to a fit."""
+        """Count an evaluation step as progress; outside of a fit, `check` it as a step boundary."""
         self._context.control.interrupt.activity.advance()
         if self._trainer is not None and not is_fitting(self._trainer):
             self.check()
 
     def _ask_to_stop(self, number: int, frame: types.FrameType | None) -> None:
-        """Ask the server to stop all ranks and requeue, for SLURM's signal of a job's coming end."""
+        """Ask the server to stop all ranks and requeue the job, on SLURM's signal before the job's end."""
         watch = self._context.control.watch
         if watch is not None:
             watch.ask(Wish(WishKind.STOP, int(number), is_requeue=True))

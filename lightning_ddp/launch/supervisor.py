@@ -161,7 +161,7 @@ def _answer(link: socket.socket, host: JobHost) -> None:
 
 
 class JobHost(LocalProcesses):
-    """Holder of a node's store, control server and other ranks, for its rank 0, `first`."""
+    """Supervisor's part of a job: opens store and control server, starts the other ranks, as `first` asks."""
 
     def __init__(self, zygote: Zygote, first: Fork, link: socket.socket) -> None:
         self._zygote, self._first, self._link = zygote, first, link
@@ -228,7 +228,7 @@ class JobHost(LocalProcesses):
         self.children.start_again(place, number)
 
     def failed(self, record: FailureRecord) -> None:
-        """Send SIGCONT to all ranks, to hear of the failure; start the guard's countdown to their end."""
+        """Wake stopped ranks of this node by SIGCONT, and have the guard kill those that end too late."""
         self._first.send_signal(signal.SIGCONT)
         self.children.send_signal(signal.SIGCONT)
         if self._job is not None:
@@ -249,7 +249,7 @@ class JobHost(LocalProcesses):
         return self._zygote.start(start, {} if job is None else {job: job})
 
     def _ended(self, record: FailureRecord) -> None:
-        """Report the exit of a rank of this node to the control server, or to rank 0 if it is elsewhere."""
+        """Report a rank's exit to the control server, or to the first rank if another node has the server."""
         server = self._server
         if server is None:
             self.tell_first(0, record)

@@ -77,7 +77,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class ChildCommand:
-    """Command, working directory and log folder of a node's other ranks, made before anything else."""
+    """Command, working directory, log folder and Hydra job with which a node's other ranks are started."""
 
     program: Program
     cwd: str
@@ -119,7 +119,7 @@ class Launch:
 
 
 def send(connection: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
-    """Send an object and duplicates of file descriptors to a process of the same program."""
+    """Send a pickled object and duplicates of file descriptors over a Unix socket."""
     data = pickle.dumps(message)
     socket.send_fds(connection, [_SIZE.pack(len(data))], files)
     connection.sendall(data)
@@ -158,7 +158,7 @@ class Zygote:
         self._lock = threading.Lock()
 
     def start(self, start: Start, files: Mapping[int, int]) -> Fork:
-        """Have the zygote fork a rank with `files` (number there -> here); return it or raise `OSError`."""
+        """Have the zygote fork a rank with `files` (its number -> ours); return a `Fork` or raise OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
             send(self._requests, (start, list(files)), [theirs.fileno(), *files.values()])
@@ -208,9 +208,10 @@ def fork() -> int:
 
 
 def serve(requests: socket.socket, supervisor: int) -> tuple[Start, dict[int, int]]:
-    """Fork ranks on request and report their exits until the supervisor ends, SIGCHLD and SIGIO blocked.
+    """Fork ranks on request and report their exits, until the supervisor ends; return only in the forks.
 
-    Returns in a rank only: the request, and its files, number that the rank is to have -> present number.
+    Returns the request and the files in the fork: number that the rank is to have -> present number. SIGCHLD
+    and SIGIO are to be blocked before.
     """
     end_with(supervisor)
     fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
@@ -337,7 +338,7 @@ def _end_interrupted() -> NoReturn:
 
 
 class SupervisorLink:
-    """Rank 0's connection to the supervisor, by which it uses its `JobHost`."""
+    """Rank 0's connection to the supervisor, through which it calls methods of the `JobHost` there."""
 
     def __init__(self, connection: socket.socket, supervisor: int) -> None:
         self.supervisor = supervisor
@@ -352,7 +353,7 @@ class SupervisorLink:
         self._is_listening = False
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
-        """Return True if forked ranks can have these variables; else print why Python has to be started."""
+        """Return True if ranks can be forked with this environment; else print the changed variables."""
         names = {*environment, *self._environment} - _SET_BY_IMPORTS
         differing = {name for name in names if environment.get(name) != self._environment.get(name)}
         changed = tuple(sorted(name for name in differing if name.startswith(_READ_AT_IMPORT)))
@@ -391,7 +392,7 @@ class SupervisorLink:
         return answer
 
     def _listen(self) -> None:
-        """Pass each answer of the supervisor to the call that waits for it, until no job is left."""
+        """Deliver the supervisor's answers to waiting calls, and exits of children, until the job ends."""
         while True:
             received = None
             with suppress(ConnectionResetError):
@@ -434,7 +435,7 @@ _passed_on: mmap.mmap | None = None
 
 
 def become_supervised(link: SupervisorLink | None, passed_on: mmap.mmap) -> None:
-    """Store in a forked rank the last signal passed on, and in rank 0 the link to the supervisor."""
+    """Store in this fork the link to the supervisor (rank 0 only) and the memory with the last signal."""
     global _link, _passed_on
     _link, _passed_on = link, passed_on
 
@@ -445,5 +446,5 @@ def supervisor_link() -> SupervisorLink | None:
 
 
 def was_passed_on(number: int) -> bool:
-    """Return True if a signal that this process got was sent to its supervisor, so to the whole job."""
+    """Return True if signal `number` came through the supervisor, so was meant for the whole job."""
     return _passed_on is not None and _passed_on[0] == number
