@@ -82,7 +82,7 @@ class StepObserver:
         """Do nothing at the end of a backward pass; subclasses may defer interrupts."""
 
     def end_step(self) -> None:
-        """Record, if a record is kept, that an optimizer step, and averaging that may follow it, is done."""
+        """Record, if a record is kept, that an optimizer step and any averaging after it are done."""
         if self.ledger is not None:
             self.ledger.take_step()
 
@@ -101,5 +101,5 @@ class StepObserver:
         return []
 
     def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Return the result of a collective; a subclass may return `alone()` after a loss of ranks."""
+        """Run the collective `call` and return its result; a subclass may return `alone()` after a loss."""
         return call()

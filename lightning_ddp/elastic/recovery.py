@@ -247,7 +247,7 @@ class Recovery(StepObserver):
         self._is_meeting = True
 
     def end_advance(self, end: Callable[[Any], None], fetcher: Any) -> None:
-        """Validate after a batch if due; in local training, average parameters before it and at epoch end."""
+        """Validate after a batch if due; in local training average parameters first, also at epoch end."""
         trainer = self._trainer  # time decides where there is no interval
         validates = validates_now(trainer) or (trainer.val_check_batch is None and trainer.enable_validation)
         if self._loop.done:
@@ -308,7 +308,7 @@ class Recovery(StepObserver):
     def _through(
         self, work: Callable[[], None], is_over: Callable[[], bool], num_batches: int | None = None
     ) -> bool:
-        """Call `work` until it completes, regrouping after a loss; return False if `is_over` then holds."""
+        """Call `work` until it completes; after each loss regroup, and return False if `is_over()`."""
         while not self._completes(work) or self._is_meeting:
             self._enter(num_batches)
             if is_over():
@@ -364,7 +364,7 @@ class Recovery(StepObserver):
         return entered[-1]
 
     def _enter(self, num_batches: int | None) -> None:
-        """Join the next generation, and finish or undo the interrupted step; `num_batches` are used."""
+        """Join the next set of ranks; finish or undo the interrupted step, after `num_batches` batches."""
         has_met, self._is_meeting = self._is_meeting, False
         is_trying, error = self.ledger.must_redo and not has_met, self._calls.error
 
@@ -440,7 +440,7 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ after each regroup
 
     def _copy_state(self, new: NewGeneration) -> None:
-        """Copy parameters and optimizer state to ranks a step behind. All ranks call it; communicates."""
+        """Copy the training state to ranks that are behind, or differ. All ranks call it; communicates."""
         is_behind = self._calls.state.place in new.behind
         group, source, device = self._group(), new.members.index(new.source), self._device
         communication, trainer = self._communication, self._trainer

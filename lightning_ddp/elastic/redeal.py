@@ -47,7 +47,7 @@ def _even(rest: Sequence[Any], world_size: int, *, drops_last: bool, fills: bool
 
 
 class DealtSampler(Sampler[Any]):
-    """Distributed sampler that can redistribute the rest of an epoch over other ranks; before, as `inner`.
+    """Distributed sampler that acts as `inner` until it redistributes an epoch's rest over other ranks.
 
     With `avoids_one` a last batch of a single sample gets another one, which is repeated; with `fills` ranks
     are dealt equally many samples, some of them repeated.
@@ -118,7 +118,7 @@ class DealtSampler(Sampler[Any]):
         return self._order
 
     def check(self) -> None:
-        """Raise ConfigurationError unless `inner` deals one order to the ranks in turn; draw no numbers."""
+        """Raise ConfigurationError unless `inner` deals one order to the ranks in turn; keep RNG states."""
         if self._is_plain:
             return
         inner, random = self.inner, RandomStates()
@@ -230,7 +230,7 @@ def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
 
 
 class Dealer:
-    """Redistribution of the training dataloaders' samples among the ranks of one run, begun with all ranks.
+    """Redistributor of the training dataloaders' samples over the ranks that a run has after a change.
 
     With `keeps_global` the global batch keeps its size, else that of each rank does.
     """
@@ -304,6 +304,6 @@ class Dealer:
         return [loader.batch_sampler.sampler.state() for loader in self._loaders]
 
     def load(self, states: list[Any]) -> None:
-        """Set how much of the epoch each dataloader has used, from another rank's `state()`; then `deal`."""
+        """Set how much of the epoch each dataloader has used from another rank's `state()`, before `deal`."""
         for loader, state in zip(self._loaders, states, strict=True):
             loader.batch_sampler.sampler.load(state)

@@ -31,7 +31,7 @@ def check_arguments(
     hook_has_state: bool,
     averager: AveragerPlan | None,
 ) -> None:
-    """Raise ConfigurationError if strategy arguments rule out training on after the loss of a rank."""
+    """Raise ConfigurationError if with these strategy arguments a fit cannot continue without a lost rank."""
     is_global, is_local = settings.batch == "global", averager is not None
     if isinstance(settings, ReplaceSettings) and start_method != "popen":
         _refuse(
@@ -144,7 +144,7 @@ def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
 
 
 def check_next_run(trainer: Any, *, is_same: bool) -> None:
-    """Raise ConfigurationError if a script that has lost ranks fits once more, or with another Trainer."""
+    """Raise ConfigurationError if a script that has lost ranks fits again, or uses another Trainer."""
     if is_fitting(trainer) or not is_same:
         raise ConfigurationError(
             "on_failure: this script has lost ranks in a fit, and a second fit, or another Trainer, would"

@@ -31,7 +31,10 @@ _ABORTED_WITHIN_S = 20.0  # longest time for communicators of NCCL and queued wo
 
 
 def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> None:
-    """Destroy process groups after an abort, and close the reducer that used them. Does not communicate."""
+    """Destroy all process groups (on a GPU, abort them first), close the reducer, and drop the gradients.
+
+    Does not communicate.
+    """
     end_collectives(ours, device)
     if wrapper is not None:
         wrapper.reducer.close()
@@ -68,7 +71,10 @@ def end_collectives(ours: FailureHandler, device: torch.device) -> None:
 
 
 def take_rank(context: JobContext, new: NewGeneration, num_processes: int) -> tuple[int, int]:
-    """Return rank and local rank in nodes that had `num_processes` at first; kill lost local processes."""
+    """Kill lost local processes, set WORLD_SIZE, and return this process's new rank and local rank.
+
+    Each node had `num_processes` at first.
+    """
     ours = context.control
     assert ours.calls is not None
     for slot in {*new.before} - {*new.members, *new.left}:  # it may be stopped, or have lost only its

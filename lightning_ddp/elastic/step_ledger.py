@@ -119,7 +119,7 @@ class StepLedger:
         self._snapshot = None
 
     def reach_boundary(self) -> bool:
-        """Record that a batch begins; return True if a new optimizer step or local round begins with it."""
+        """Record that a batch begins; if a step or local round begins with it, save state, return True."""
         self._num_backwards = 0
         loop: Any = self.trainer.fit_loop.epoch_loop
         in_window = loop.batch_progress.current.completed % self.trainer.accumulate_grad_batches
@@ -170,7 +170,7 @@ class StepLedger:
         self.output = output.detach() if isinstance(output, torch.Tensor) else output
 
     def begin_backward(self) -> None:
-        """Record a start of backward; a second one in a batch is by an optimizer that moved weights."""
+        """Record a start of backward; a second one in a batch means that weights may have moved before it."""
         self._has_gradients = True
         if self.is_automatic or self.cursor is not Cursor.UPDATING:
             self.cursor = Cursor.COMPUTING
@@ -250,7 +250,7 @@ class StepLedger:
         self._settle_unit(self._before_copy)
 
     def resume(self) -> None:
-        """Restore random states and others that the recovery has changed, just before training continues."""
+        """Restore random and other states that the recovery has changed, just before training continues."""
         if self.must_redo and self.mark is not None:
             self.mark.random.restore()
         elif self.phase_mark is not None:
@@ -292,7 +292,7 @@ def _copies_of(counters: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
 
 
 class Mark:
-    """Copy of the training state at a step boundary, to undo a step; takes the module's snapshot again.
+    """Copy of the training state at a step boundary, to undo a step; it also renews the module's snapshot.
 
     With `has_weights` also parameters and optimizers, which an interrupted step may have changed. With
     `is_round` also what whole batches change, as several of them are undone together.

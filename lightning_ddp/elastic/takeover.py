@@ -71,7 +71,7 @@ class Journal:
         return self._is_reader and self._is_open
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
-        """Return a collective's result, of `call` or from rank 0's record if its next entry has this kind."""
+        """Return a collective's result: of `call()`, or from rank 0's record, which must have `kind` next."""
         if not self._is_open:
             return call()
         if self._results is None:

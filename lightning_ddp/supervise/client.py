@@ -42,7 +42,7 @@ class ServerAddress:
 
 
 class ControlClient:
-    """Connection of this process to the control server. Callbacks are called in its thread.
+    """Connection of this process to the control server; its own thread calls the callbacks.
 
     Args:
         on_failure: called once, with the first failure of the job.
@@ -127,7 +127,7 @@ class ControlClient:
 
     @property
     def has_been_left(self) -> bool:
-        """True if the job does not need this process any more or its server closed, without a failure."""
+        """True if the server has dismissed this process, or has closed, and no failure is known."""
         return self.failure is None and (self._is_deaf or self.state.is_released)
 
     # ------------------------------------------------------------------ called by the main thread
@@ -170,7 +170,7 @@ class ControlClient:
         return self.failure
 
     def wait_for_all(self, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until all ranks have connected, calling `check`; raise `RendezvousError` at the timeout."""
+        """Wait until all ranks have connected, polling `check`; raise RendezvousError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not self.has_met:
             self.wait_for_order()
@@ -183,7 +183,7 @@ class ControlClient:
                 )
 
     def wait_for_order(self) -> None:
-        """Wait up to 50 ms for the next order (instruction) of the server. In the main thread."""
+        """Block the main thread until the server sends an order or ends, or the job fails; 50 ms at most."""
         self._ordered.wait(_LOOK_EVERY_S)
         self._ordered.clear()
 
@@ -241,7 +241,7 @@ class ControlClient:
             self._connection.sendall(data)
 
     def _report(self) -> float | None:
-        """Send a report to the server if a fact changed or it is due; return the seconds to the next."""
+        """Send a due or changed report; take a silent server as a failure; return seconds to next call."""
         if self._is_deaf:
             return None
         now = time.monotonic()
@@ -372,7 +372,7 @@ def ask(server: ServerAddress, question: Message, *, timeout_s: float) -> Messag
 
 
 def _open_pid(process: Identity | None) -> int | None:
-    """Return a pidfd, which becomes readable when the process ends; None if the kernel has none."""
+    """Return a pidfd that gets readable when the process ends; None if it is gone, or there are no pidfds."""
     if process is None or not hasattr(os, "pidfd_open"):
         return None
     with suppress(OSError):  # it is gone: then its connection is closed as well

@@ -50,7 +50,7 @@ _Received = tuple[Peer, bytes, OSError | None]
 
 
 class Connections:
-    """All sockets of the control server: listener and connections. For one thread, except `wake`.
+    """All sockets of the control server, listener and connections; only `wake` is thread-safe.
 
     The interface of `address` is bound; of '' all, of IPv6 too.
     """
@@ -74,7 +74,10 @@ class Connections:
             self._wake_sender.send(b"x")
 
     def wait(self, until: float | None, num_awaited: int) -> Iterator[_Received]:
-        """Wait until `until` at most, and for `num_awaited` ranks; yield what each connection received."""
+        """Wait for traffic until time `until` at most; accept connections, and yield what each has received.
+
+        `num_awaited` ranks have yet to connect: it limits the number of connections without a hello.
+        """
         deadlines = [stranger.since + _HELLO_WAIT_S for stranger in islice(self.strangers, 1)]
         deadlines += [until] if until is not None else []
         timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -134,7 +137,10 @@ class Connections:
         self.peers[peer] = None
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message without blocking, packed once for many; shut down what leaves 4 MiB unread."""
+        """Send a message to `peer` without blocking; shut its connection down if over 4 MiB are unsent.
+
+        A message to several peers in turn is packed once.
+        """
         if self._packed is None or self._packed[0] is not message:
             self._packed = message, pack(message)
         peer.unsent += self._packed[1]
@@ -147,7 +153,7 @@ class Connections:
                 peer.connection.shutdown(socket.SHUT_RDWR)  # which reading from it will say
 
     def send_all(self, message: Message) -> None:
-        """Send a message to all processes of the job, last to this one, which may exit then."""
+        """Send a message to all processes of the job, to this one last, as the message may make it exit."""
         here = os.getpid()
         for peer in sorted(self.peers, key=lambda p: p.identity is not None and p.identity.pid == here):
             self.send(peer, message)

@@ -40,7 +40,7 @@ class _RollCall:
 
 @dataclass
 class _Announced:
-    """A collective that some ranks of its process group have announced and not yet been allowed to start."""
+    """A collective that some ranks of its process group have announced; it may start once all have."""
 
     ranks: frozenset[int]
     number: int
@@ -65,7 +65,10 @@ class DesyncDetector:
         """Findings for each group in which the ranks disagree; None until they are known."""
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
-        """Process a rank's message on collectives; return messages to send. Reject other kinds of message."""
+        """Process a rank's question, answer, announcement, or value for another; return messages to send.
+
+        Raise `ProtocolError` for any other message.
+        """
         match message:
             case protocol.DiagnoseRequest(group, number):
                 return self._ask(rank, (group, number), now)
@@ -92,7 +95,7 @@ class DesyncDetector:
         return max(oldest + _FIRST_LOOK_S, self._last[0] + _PAUSE_S)
 
     def due(self, now: float) -> Outgoing:
-        """End a query of all ranks that is answered, or begin one for a late collective; return messages."""
+        """Query all ranks if a collective is late, or end a query that is over; return messages to send."""
         deadline, roll = self.deadline(), self._roll
         is_late = deadline is not None and now >= deadline
         if roll is not None:
@@ -149,7 +152,7 @@ class DesyncDetector:
         return rank, protocol.Diagnosis(*question, findings)
 
     def stranded(self, all_ended: int) -> FailureRecord | None:
-        """Return the failure of a rank that the last roll call found to wait for ranks that have ended."""
+        """Return a failure if the last query found a rank that waits for ranks that have ended; else None."""
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):
@@ -218,7 +221,7 @@ class DesyncDetector:
 
 
 def explain(statuses: Statuses, asker: int, group: str | None = None, number: int = 0) -> Findings:
-    """Describe where the ranks disagree about a collective, and which have not called it, for rank `asker`.
+    """Return where ranks disagree about a collective that rank `asker` calls, and who has not called it.
 
     The collective has a `number` in its `group`; None is for the group in which most ranks wait.
     """
@@ -254,7 +257,7 @@ def members_of(statuses: Statuses, group: str | None) -> set[int]:
 
 
 def _contradicts(statuses: Statuses, group: str | None, number: int) -> bool:
-    """Return True if ranks have waited for 1 s in different collectives with one sequence number."""
+    """Return True if ranks have waited 1 s or more in different collectives with the same number."""
     called = set()
     for status in statuses.values():
         calls = status.on(group).calls

@@ -43,7 +43,7 @@ class RootCauseTracker:
         self.echoes: list[tuple[float, FailureRecord]] = []  # until when they wait for what they echo
 
     def accuse(self, record: FailureRecord) -> None:
-        """Take a failure as the first, as it explains itself."""
+        """Take a failure as the job's first, unless one is set already or a process vanished before it."""
         if self.first is not None:
             return
         self.first = record
@@ -60,11 +60,11 @@ class RootCauseTracker:
             self.accuse(known[1])
 
     def echo(self, record: FailureRecord, now: float) -> None:
-        """Record an error of a lost connection, which is usually the consequence of another failure."""
+        """Record an error of a lost connection; it is the first failure if no other follows within 2 s."""
         self.echoes.append((now + ECHO_WAIT_S, record))
 
     def exited(self, record: FailureRecord, now: float) -> None:
-        """Record a child's failing exit code; it is the first failure if its connection has closed."""
+        """Record a child's exit that counts as a failure: as the first one if its connection closed, too."""
         if self.first is not None or record.exit_code is None:
             return
         if any(_key(echo) == _key(record) for _, echo in self.echoes):
@@ -84,7 +84,7 @@ class RootCauseTracker:
         return self.first
 
     def set_aside(self, record: FailureRecord) -> None:
-        """Forget the first failure and all others of its process, as the job continues without that."""
+        """Forget the first failure and all records of its process, without which the job continues."""
         self.first = None
         self._vanished.pop(_key(record), None)
         self.echoes = [echo for echo in self.echoes if _key(echo[1]) != _key(record)]
@@ -102,7 +102,7 @@ def _key(record: FailureRecord) -> object:
 
 
 def silent(identity: Identity, timeout_s: float) -> FailureRecord:
-    """Return the failure record of a process that has sent nothing for `timeout_s` seconds."""
+    """Build the failure record for a process that has sent nothing for `timeout_s` seconds."""
     why = "it is stopped (SIGSTOP), swapped out, or holds its interpreter"
     return FailureRecord.of_identity(identity, f"the process has not answered for {timeout_s:g} s: {why}")
 
@@ -217,7 +217,7 @@ class ReplicaComparison:
         return self._question.deadline if self._question is not None else None
 
     def due(self, now: float) -> Difference | None:
-        """Return a difference once all answered or time is up, else None; leave its ranks out after that."""
+        """Return the difference once all have answered or time is up, else None; stop comparing its ranks."""
         question = self._question
         if question is None or (now < question.deadline and len(question.answers) < len(self._ranks)):
             return None

@@ -92,7 +92,7 @@ class FailureRecord:
     time: float = field(default_factory=time.time)  # time of detection, in seconds since the epoch
 
     def __post_init__(self) -> None:
-        """Shorten the record's texts and escape their control characters, as they come from anybody."""
+        """Shorten the record's texts and escape their control characters: their senders are not trusted."""
         for name, longest in _LONGEST.items():
             text = getattr(self, name)
             if text is not None:
@@ -235,7 +235,7 @@ def _package_of(file: str) -> str:
 
 
 def write_error_file(path: str, record: FailureRecord, *, is_cause: bool) -> None:
-    """Write a failure, of this process if `is_cause`, as JSON to where torchelastic's agent looks for it."""
+    """Write a failure as JSON to torchelastic's error file; `is_cause` if it is this process's own."""
     text = cause_of(record) if is_cause else render(record)
     trace = record.traceback if is_cause and record.traceback else text
     more = {
@@ -266,7 +266,7 @@ class History:
     def formed(
         self, step: int, before: Sequence[int], after: Sequence[int], now: float, healed: Sequence[int] = ()
     ) -> None:
-        """Add an entry: the slots of the ranks changed from `before` to `after`; some ranks were `healed`."""
+        """Log a change of ranks from `before` to `after` (initial ranks); `healed` ranks copied a state."""
         self._since = now if self._since is None else self._since
         left = [self._left[slot] for slot in before if slot not in after and slot in self._left]
         self._left.clear()

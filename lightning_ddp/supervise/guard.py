@@ -53,7 +53,7 @@ class Guard:
             )
 
     def end(self) -> None:
-        """Kill the guard's process, as no process is left to guard and the launcher reports."""
+        """Kill the guard subprocess, as all guarded processes have ended and the launcher itself reports."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -71,7 +71,7 @@ class InterruptGuard:
         return self._guard is _Guard.FORCED
 
     def arm(self, *, is_deferred: bool = False) -> None:
-        """Let other ranks' failures be raised in the main thread, at once or later. Called in that thread."""
+        """Allow other ranks' failures to be raised in the calling thread, or defer them if `is_deferred`."""
         self._main = threading.get_ident()
         if self._signal is None:
             self._signal = self._claim_signal()
@@ -79,12 +79,12 @@ class InterruptGuard:
             self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
 
     def silence(self) -> None:
-        """Forbid failures of other ranks to be raised in the main thread, which unwinds or leaves a run."""
+        """Stop raising other ranks' failures in the main thread, as it unwinds or leaves a run."""
         with self._changing:
             self._guard = _Guard.OUTSIDE
 
     def defer(self, is_deferred: bool) -> None:
-        """Defer failures of other ranks, or allow them again, unless they are disabled."""
+        """Defer raising other ranks' failures in the main thread, or allow it again, unless disabled."""
         with self._changing:
             if self._guard is not _Guard.OUTSIDE:
                 self._guard = _Guard.DEFERRED if is_deferred else _Guard.OPEN
@@ -100,7 +100,7 @@ class InterruptGuard:
             signal.signal(number, signal.SIG_DFL)
 
     def sound(self, error: BaseException, abort: Callable[[], None], *, is_final: bool) -> None:
-        """Start a thread that raises `error` in the main thread again and again; it replaces a previous one.
+        """Start a thread that raises `error` in the main thread until that reacts; it replaces the last one.
 
         It calls `abort` to free a main thread that is blocked in C++. If `is_final`, as the job ends, it is
         over once interruptions are disabled, and not deferred for long; else when the main thread calls
@@ -117,7 +117,7 @@ class InterruptGuard:
             self._alarm = None
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call `function` in the main thread, by a signal, once it runs Python; it must not raise."""
+        """Make the main thread call `function`, by a signal; do not wait for that. It must not raise."""
         self._call = function
         self._send()
 

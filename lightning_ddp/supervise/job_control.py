@@ -103,7 +103,7 @@ class JobControl:
     # ------------------------------------------------------------------ messages
 
     def hear(self, peer: Peer, message: Message, now: float) -> None:
-        """Act on a peer's message: admit it, update the job, answer; raise `ProtocolError` to hang up."""
+        """Handle a message: admit its sender, update the job, answer; raise `ProtocolError` to hang up."""
         if peer.identity is None:
             self._greet(peer, message, now)
             return
@@ -215,7 +215,7 @@ class JobControl:
             self.job.disconnected(process, now)
 
     def _lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Remove a failed rank from the job; return True if the other ranks may continue without it."""
+        """Remove a failed rank from the job and start a recovery; return False if the job has to end."""
         if self._is_told or not self.job.lose(process, record, now, has_ended=has_ended):
             return False
         self._end_with_echoes()
@@ -245,7 +245,7 @@ class JobControl:
     # ------------------------------------------------------------------ decisions
 
     def decide(self, now: float) -> FailureRecord | None:
-        """Check stalls, replicas, recoveries and timeouts; return the first failure once, if certain."""
+        """Look for failures, and react; once the first one is certain, send it to all ranks and return it."""
         job = self.job
         self._renew(now)
         self._deliver(self._inspection.due(now))
@@ -284,14 +284,14 @@ class JobControl:
             self._verdict.accuse(parted[0].failure(found.text))
 
     def _failed(self, process: Process, now: float) -> None:
-        """Remove a rank that reported to fail without details, or take that as the job's failure."""
+        """Remove a rank that has said only that it fails, or else make that the job's first failure."""
         record = process.failure(process.report.why or "it has failed")
         concerns_itself_alone = self._takes_exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):
             self._verdict.accuse(record)
 
     def _go_on(self, now: float) -> None:
-        """Remove failed ranks if the job may continue without them; carry out what the job requests."""
+        """Remove failed ranks if the job may continue without them; send orders, kill and start processes."""
         job = self.job
         while job.phase is not JobPhase.OVER:
             first = self._verdict.decide(now)

@@ -206,7 +206,7 @@ class JobState:
         return False
 
     def _exit(self, process: Process, now: float) -> None:
-        """Remove an exited process that was not training, and plan the start of another for its rank."""
+        """Remove an exited process that was not training; plan the start of another if its rank needs one."""
         process.has_exited, slot = True, self._slots[process.place]
         match process.state:
             case ProcessState.RELEASED if process.has_state:
@@ -230,7 +230,7 @@ class JobState:
         self._touched[process] = None
 
     def lose(self, process: Process, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
-        """Remove a lost rank and start a recovery; return True if the others may continue without it."""
+        """Remove a lost rank and start a recovery; return False, changing nothing, if that is not allowed."""
         if not self.goes_on or not self.has_met or self.phase is JobPhase.OVER or not process.is_member:
             return False
         self.history.lost(process.place, record, now)
@@ -255,7 +255,10 @@ class JobState:
         return True
 
     def unexplained(self, now: float) -> list[Process]:
-        """Return, once each, the ranks that said 5 s ago that they fail, and of which no more was heard."""
+        """Return ranks that only said, 5 s ago, that they fail; plan to kill released ones that are stuck.
+
+        Each is returned once.
+        """
         due = [process for process, at in self._ending.items() if at <= now]
         for process in due:
             del self._ending[process]
@@ -311,7 +314,7 @@ class JobState:
         )
 
     def _advance(self, now: float) -> bool:
-        """Switch to the next phase if its condition is met; return True if it has switched."""
+        """Switch the job to its next phase if the condition is met; return True if it has switched."""
         self._count_ended()
         self._release_late(now)
         before = self.phase, self.generation, self._orders.since
@@ -441,7 +444,7 @@ class JobState:
         self._enter(JobPhase.OVER, self._orders.since)
 
     def _give_up_if_short(self, members: list[Process], staying: list[Process]) -> bool:
-        """End the job and return True if ranks are fewer than `min_world_size` and none may wait for more."""
+        """End the job and return True if it has too few ranks and does not wait for more; else False."""
         if self._is_short(members) and not (self._wait_s and staying):
             self._give_up(f"{len(members)} ranks remain, fewer than min_world_size")
             return True

@@ -29,7 +29,7 @@ class RankPhase(StrEnum):
 
 
 class WishKind(StrEnum):
-    """Request of a signal: this process or its node leaves the run, or all ranks stop."""
+    """Kind of request that a signal makes: this process or its node leaves the run, or all ranks stop."""
 
     LEAVE = "leave"
     LEAVE_NODE = "leave_node"

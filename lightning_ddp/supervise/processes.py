@@ -65,7 +65,7 @@ class Process:
 
     @property
     def who(self) -> Identity:
-        """Identity with the rank in the current generation."""
+        """Identity of this process, with its rank in the last generation that it belonged to."""
         return self.identity if self.rank == self.place else replace(self.identity, rank=self.rank)
 
     def failure(self, message: str, **more: Any) -> FailureRecord:
@@ -129,11 +129,11 @@ class Roster:
         return self._known.get((record.node_rank, record.pid))
 
     def at(self, place: int) -> list[Process]:
-        """Return the living processes of a place: two if its node is back before its loss is seen."""
+        """Return the living processes of an initial rank: two if its node is back before its loss is seen."""
         return [process for process in self.living.values() if process.place == place]
 
     def launcher_of(self, place: int) -> Process | None:
-        """Return the launcher on the node of a place, or None; always None on the server's node."""
+        """Return the launcher on the node of an initial rank, or None; always None on the server's node."""
         node = self.nodes.get(place, 0)
         for process in self.living.values() if node else ():
             is_it = process.is_launcher and process.node == node and process.is_connected
@@ -237,7 +237,7 @@ class Slot:
         self.ended(now, is_failure=is_soon)
 
     def ended(self, now: float, *, is_failure: bool = True) -> None:
-        """Plan the next start, as the process has ended: at once, or later with each failure."""
+        """Plan the start of the next process: at once, or after a delay that doubles with each failure."""
         self.num_failed = self.num_failed + 1 if is_failure else 0
         self.is_awaited, self.joined_at = False, None
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.num_failed - 1), _LONGEST_DELAY_S)
@@ -319,7 +319,7 @@ class Slots:
         return found
 
     def deadline(self) -> float | None:
-        """Return the time at which `due` or `ready` next finds a process; None for never."""
+        """Return the time at which `due` or `ready` next has something to return; None for never."""
         found, stood_at = [], {process.place for process in self._roster.standing}
         for place, slot in self._slots.items() if self._most is not None else ():
             may_start = self._may_start(place)
@@ -330,7 +330,7 @@ class Slots:
         return min(found, default=None)
 
     def _may_start(self, place: int) -> bool:
-        """Return True if a place has no living process, and its node has a launcher to start one."""
+        """Return True if an initial rank has no living process, and its node has a launcher to start one."""
         is_here = self._roster.nodes.get(place, 0) == 0
         return not self._roster.at(place) and (is_here or self._roster.launcher_of(place) is not None)
 
@@ -357,7 +357,7 @@ class OrderBook:
         self._number = 0
 
     def begin(self, phase: JobPhase, members: Iterable[Process], now: float) -> None:
-        """Set the job's phase, and wait for all of `members` unless it requires nothing of them."""
+        """Set the job's phase, and note which of `members` have to follow an order in it. Does not block."""
         self.phase, self.since, self._look_at = phase, now, now + self._grace_s
         is_of_run = phase in (JobPhase.HOLDING, JobPhase.STOPPING)
         asked = () if phase in _UNANSWERED else members
@@ -389,7 +389,7 @@ class OrderBook:
             self.awaited.add(process)
 
     def deadline(self) -> float | None:
-        """Return the time at which a process may be late in following the order; None if none can be."""
+        """Return the earliest time at which a process can be late in following its order; None for never."""
         return self._look_at if self.awaited and self.phase not in _UNLIMITED else None
 
     def late(self, now: float) -> list[Process]:
@@ -411,7 +411,7 @@ class OrderBook:
     def give(
         self, template: Order, touched: Iterable[Process], living: Iterable[Process], now: float
     ) -> list[Send]:
-        """Return the orders to send now; `template` is that of the training ranks, without a number.
+        """Return the orders to send now, and record them as sent; `template` is that of the training ranks.
 
         Processes that have reported, or changed, since the last call are `touched`, all are `living`.
         """

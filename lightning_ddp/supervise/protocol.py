@@ -30,7 +30,7 @@ _MOST_NAMES, _MOST_NOTES = 64, 8
 
 
 class ProtocolError(Exception):
-    """Bytes that are no message of this protocol: their connection is closed."""
+    """Error for invalid bytes, or a message that is refused: the connection that sent them is closed."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -128,7 +128,7 @@ class Hello(Message):
 
 
 class ListRanks(Message):
-    """Question for the connected ranks."""
+    """Message that asks the server which ranks are connected."""
 
 
 class DrainNode(Message):  # asks that a node leaves the run, from any process
@@ -136,7 +136,7 @@ class DrainNode(Message):  # asks that a node leaves the run, from any process
 
 
 class Failed(Message):
-    """Failure of a process; base of those that `JobControl.report` takes."""
+    """Message that a process has failed; base class of the messages that `JobControl.report` takes."""
 
     record: FailureRecord
 
@@ -163,7 +163,7 @@ class DiagnoseRequest(Message):  # asks where ranks disagree about a collective
 
 
 class CheckOrphanedWaits(Message):
-    """Question for ranks that wait for a collective which nobody will call."""
+    """Message that asks the server to look for ranks that wait for a collective nobody will call."""
 
 
 class StatusReply(Message):  # what a rank is doing
@@ -191,7 +191,7 @@ class StateHashes(Message):  # new hashes of slices of a rank's state, by number
 
 
 class StateValues(Message):
-    """Names and hashes of what a rank hashed; empty if forgotten."""
+    """Answer of a rank: names and hashes of the parts of its state that it hashed; empty if forgotten."""
 
     generation: int
     run: int
@@ -221,7 +221,7 @@ class DrainNodeReply(Message):  # the ranks that leave, or why none does
 
 
 class Closing(Message):
-    """End of the server's process without a failure."""
+    """Last message of the server, which closes without a failure."""
 
 
 class Start(Message):  # asks another node's launcher for replacement `number` of a rank's process
@@ -271,14 +271,14 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Incremental decoder of one connection's bytes into messages; before its hello the limit is less."""
+    """Incremental decoder of one connection's bytes into messages of at most `limit_bytes` each."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that received bytes complete; raise `ProtocolError` if there are others."""
+        """Return the messages that the bytes `data` complete; raise `ProtocolError` at an invalid one."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= _LENGTH.size:

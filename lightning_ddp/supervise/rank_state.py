@@ -93,7 +93,7 @@ class RankState:
         self._known = None
 
     def _know(self) -> object:
-        """Return the facts whose change calls for a report: position if HOLD, orders but WAIT and RUN."""
+        """Return the facts whose change is reported: position if HOLD, order number unless WAIT or RUN."""
         heard = 0 if self.task in (Task.WAIT, Task.RUN) else self.order.number
         position = self.position if self.task is Task.HOLD else -1
         return heard, position, *(getattr(self, name) for name in _FACTS)
@@ -151,7 +151,7 @@ class RankState:
             self.phase = RankPhase.IDLE
 
     def fail(self, why: str | None) -> None:
-        """Set the phase to failed; `why` says that the others cannot continue without this process, if so."""
+        """Set the phase to failed, unless it is ended; `why` is given if the others cannot continue then."""
         if self.phase is not RankPhase.ENDED:
             self.phase, self.why = RankPhase.FAILED, why
 
@@ -200,7 +200,7 @@ class RankState:
         self.phase, self.progress, self.rank = RankPhase.STANDING, None, self.place
 
     def stop(self, *, has_met: bool = False) -> None:
-        """Set the phase to stopped, or to meeting at the agreed step boundary if it `has_met` the others."""
+        """Set the phase: stopped, meeting at a step boundary, or waiting if without training state."""
         if self.state_of < 0:
             self.stand()
         else:
@@ -208,7 +208,7 @@ class RankState:
             self.phase, self.progress = RankPhase.MEETING if is_meeting else RankPhase.STOPPED, None
 
     def answer(self, progress: Progress) -> None:
-        """Set how far this process had trained when it stopped; fixed until it enters another generation."""
+        """Store how far this process had trained when it stopped, unless that is stored already."""
         if self.progress is None and self.phase in (RankPhase.STOPPED, RankPhase.MEETING):
             self.progress = progress
 

@@ -17,7 +17,7 @@ _OWN_SIGNALS = frozenset(
 
 
 class Recoveries:
-    """Counter of recoveries: allows `most` without `STEPS_TO_FORGET` optimizer steps between them."""
+    """Counter of recoveries: allows `most` with fewer than 100 optimizer steps from one to the next."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -77,7 +77,7 @@ def new_generation(
     parted: Collection[int] = (),
     **more: Any,
 ) -> NewGeneration:
-    """Return the next generation, of ranks that stay and join; the largest committed step wins.
+    """Build the next generation of ranks that stay and join; it continues from their latest whole step.
 
     Members whose state is not that of the majority have `parted`: unless others join they are behind.
     """
@@ -99,7 +99,7 @@ def new_generation(
 
 
 def _own_failure(record: FailureRecord) -> str | None:
-    """Return the exception or exit code of a process that failed by itself; None if from outside."""
+    """Return a failed process's exception class or exit code; None if it was ended from outside."""
     error = record.exception_class or record.exception_type
     if error is not None:
         return error
