@@ -45,7 +45,7 @@ class Entry(NamedTuple):
         return self.label or self.kind
 
     def text(self) -> str:
-        """Return a text of what must be the same on all ranks: label, operation, shapes and dtypes."""
+        """Return the collective as text: its label, operation, shapes, dtypes, the same on all ranks."""
         shapes = ", ".join(f"{_shape(shape)} {str(d).removeprefix('torch.')}" for shape, d in self.tensors)
         label, kind = self.label or "", self.kind
         is_function = label.isidentifier() and label.startswith(kind.split()[0])  # the label repeats the kind
@@ -152,7 +152,7 @@ class Activity:
         return next((wait.entry for wait in (*waits, on_device) if wait is not None and wait.entry), None)
 
     def blocked_on(self) -> list[tuple[str, int, bool]]:
-        """Return group name, sequence number and `is_start` of each collective that blocks this rank.
+        """Return the collectives that block this rank: group name, number, and True if it has yet to start.
 
         Empty if some thread may continue without a collective.
         """
@@ -181,7 +181,7 @@ class Activity:
             self.advance()
 
     def advance(self) -> None:
-        """Count a unit of progress and store its time, as a wait ends (it is cleared) or a step begins."""
+        """Count progress, store its time, and clear this thread's wait, as it has ended or a step begins."""
         self._waits.pop(threading.get_ident(), None)
         self.since = time.monotonic()
         self.count += 1
@@ -238,7 +238,7 @@ class Interrupt:
         self._lock = threading.Lock()
 
     def set(self, error: BaseException) -> bool:
-        """Set the failure that waits raise; return True if there was none before."""
+        """Set the failure that waits raise, and return True; keep an earlier failure, and return False."""
         with self._lock:
             if self.error is not None:
                 return False

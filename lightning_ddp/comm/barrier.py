@@ -47,7 +47,7 @@ def _label(what: str, name: str | None) -> str:
 
 
 def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedelta | float) -> None:
-    """Wait until all ranks have called this function, or name the ranks that have not.
+    """Wait until all ranks have called this function; at the deadline raise, naming the ranks that have not.
 
     It uses the group's key-value store and not the backend, so the group is usable after a failure. The first
     rank whose deadline passes decides for all which ranks are missing; a rank that calls later gets the same
@@ -81,7 +81,7 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
         store.compare_set(key("verdict"), "", verdict)
 
     def come(thread: InThread[str]) -> str:
-        """Post this rank's arrival; wait for all, and return the outcome that the first rank has stored."""
+        """Post this rank's arrival; wait for the others; return the verdict that a rank stored first."""
         store.set(key(rank), "came")
         if store.add(key("count"), 1) == size:
             decide(_ALL_CAME)
@@ -115,7 +115,7 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
 
 
 def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
-    """Return torchrun's store with keys of this restart attempt alone, once rank 0 has heard of all ranks.
+    """Agree with the other ranks on a key prefix for this restart attempt; return torchrun's store under it.
 
     Collective: all ranks must call it.
 
@@ -136,7 +136,7 @@ def store_of_attempt(store: Any, *, rank: int, world_size: int) -> Any:
 
 @cache
 def _token(rank: int) -> str:
-    """Return a rank's random token, the same at each call here: a repeated request has its reply already."""
+    """Return a random token for `rank`, made once per process, so that a repeated request finds its reply."""
     return secrets.token_hex(8)
 
 

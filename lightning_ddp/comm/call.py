@@ -98,7 +98,7 @@ class Call:
         return thread.result
 
     def check_deadline(self, _waited_s: float) -> None:
-        """Raise `CollectiveTimeoutError` once the deadline has passed, and abort the communicators."""
+        """Raise `CollectiveTimeoutError` once the deadline has passed; on a GPU, start to abort the group."""
         waited_s = self.waited_s
         if waited_s < self._limit_s:
             return

@@ -201,7 +201,7 @@ def reduce_op(op: Any) -> Any:
 
 
 def _sendable(tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
-    """Return a contiguous form of the tensor, perhaps a view, and a supported operation; a mean is a sum."""
+    """Return the tensor in a form that backends reduce, maybe a view, and the operation; a sum for a mean."""
     resolved = reduce_op(op)
     is_mean = bool(resolved == dist.ReduceOp.AVG)
     sent = tensor.detach().contiguous()
@@ -397,7 +397,7 @@ def broadcast_nested(
 
 
 class _TakingApart(pickle.Pickler):
-    """Pickler that collects the tensors worth a collective, and stores their numbers instead."""
+    """Pickler that collects large tensors, to be sent by collectives, and pickles their numbers instead."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -423,7 +423,7 @@ class _Assembler(pickle.Unpickler):
 
 
 def _exchanged(payload: bytes, packet_bytes: int, exchange: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Return the payloads that `exchange` brings, in one call if all fit into a packet, otherwise in two.
+    """Send `payload` by `exchange`, once if all ranks' fit into a packet, else twice; return those received.
 
     All ranks give it equally many bytes: first the length of the payload with its beginning, then the rest.
     """
@@ -442,7 +442,7 @@ def _exchanged(payload: bytes, packet_bytes: int, exchange: Callable[[bytes], li
 
 
 def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, chunk_bytes: int) -> None:
-    """Broadcast contiguous tensors on the call's device; start all chunks before the first wait."""
+    """Overwrite contiguous tensors with those of rank `src`; start all broadcasts before the first wait."""
     under_way = []
     for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
         flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]

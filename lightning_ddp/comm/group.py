@@ -221,7 +221,7 @@ class Group:
         return float("inf") if timeout is None else timeout.total_seconds()
 
     def _backend(self, device: torch.device) -> Any:
-        """Return the backend object that serves `device`; a group in Python is its own."""
+        """Return torch's backend object for `device`; a single backend, or a group in Python, is its own."""
         process_group = self.process_group
         is_of_torch = type(process_group) is dist.ProcessGroup
         return backend_of(process_group, device) if is_of_torch else process_group
@@ -343,7 +343,7 @@ class Group:
     def wait_until(
         self, is_over: Callable[[], bool], label: str, on_slice: OnSlice = None, *, work: Any = None
     ) -> None:
-        """Poll until `is_over()` is True; `work` is the collective's work of which that is true, if any."""
+        """Poll until `is_over()` is True; log it as a wait `label`, for the collective `work` if any."""
         entry = self.lane.entry_of(work) if self.lane is not None else None
         with self._waiting(label, entry):
             self._poll(is_over, on_slice)

@@ -136,7 +136,7 @@ def _knock(address: Any, num_peers: int) -> None:
 
 
 def _opened_since(before: dict[int, str]) -> dict[int, str]:
-    """Return the sockets opened since `before`, by descriptor, but for those that a server here accepted.
+    """Return network sockets opened since `before`, by descriptor, except those that a server here accepted.
 
     Socket pairs are left out, too: they belong to other threads, which start processes meanwhile.
     """
@@ -185,7 +185,7 @@ def _sockets() -> dict[int, str]:
 
 
 def retire_groups(beside: Iterable[Any] = ()) -> None:
-    """Make collectives of all existing process groups raise, and destroy the groups in threads.
+    """Make collectives of all process groups raise; let threads destroy each group once nothing else uses it.
 
     User code may keep a group of lost ranks: its collectives would wait for these ranks. gloo's destructor
     waits for the threads of the group, and such a thread may wait until the timeout of the group for the rest
@@ -242,7 +242,7 @@ def are_let_go() -> bool:
 
 @atexit.register
 def _part() -> None:
-    """Wait at exit until gloo's threads have released all tensors and the GIL."""
+    """Wait at exit, at most one second, until gloo's threads have released all tensors and the GIL."""
     deadline = time.monotonic() + _LONGEST_WAIT_S
     num_idle = 0
     while _sent and num_idle < 2 and time.monotonic() < deadline:

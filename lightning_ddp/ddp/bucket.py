@@ -42,7 +42,7 @@ _current_stream = torch.accelerator.current_stream
 
 @dataclass(frozen=True, kw_only=True)
 class ReducerOptions:
-    """Options of `BucketedDDP` for the buckets, and for the gradients that a backward is expected to give."""
+    """Options of `BucketedDDP`: bucket caps, gradient views, unused parameters, static graph, dtype."""
 
     caps_bytes: tuple[int, ...]
     """Caps of the first bucket of a dtype and device, the second ...; the last holds for all that follow."""
@@ -108,7 +108,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """Plan of one bucket."""
+    """Plan of one bucket: its parameters in order, size, dtype and device."""
 
     indices: tuple[int, ...]
     """Positions of its parameters in the planned list, in the order of the flat buffer."""
@@ -181,7 +181,7 @@ class GradientStreams:
         self._noted.clear()
 
     def note(self) -> None:
-        """Record that the current CUDA stream wrote a gradient, or holds one that has yet to be copied."""
+        """Record the current CUDA stream as one that wrote a gradient or a part of the buffer, for `join`."""
         stream = _current_stream(self._index)
         self._noted[stream.stream_id] = stream
 
@@ -194,7 +194,7 @@ class GradientStreams:
         self._noted[current.stream_id] = current
 
     def keep(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Keep the memory of `gradients`, maybe of another stream, until this stream has used them."""
+        """Keep CUDA from reusing the memory of `gradients` until the current stream has read them."""
         current = _current_stream(self._index)
         if any(number != current.stream_id for number in self._noted):
             for gradient in gradients:
@@ -270,7 +270,7 @@ class Bucket:
         return list(self.params)
 
     def is_last(self) -> bool:
-        """Return True if this bucket is launched last in a backward."""
+        """Return True if the reduction of this bucket is the last one to start in a backward."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -292,7 +292,7 @@ class Bucket:
     # ------------------------------------------------------------------ one backward
 
     def arm(self, num_expected: int, ready: list[int]) -> None:
-        """Reset the bucket for a backward with `num_expected` gradients; arrivals are listed in `ready`."""
+        """Reset the bucket for a backward with `num_expected` gradients; `ready` lists those that arrive."""
         self.armed = True
         self.ready = ready
         self.num_expected = self.num_pending = num_expected
@@ -609,7 +609,7 @@ class BucketLayout:
         return self._memory is not None
 
     def leave_shared_memory(self) -> None:
-        """Move the buckets, with the gradients in them, to plain memory."""
+        """Move the buckets, with the gradients in them, from shared memory to memory of this process."""
         self._memory = None
         self._storage.clear()
         self.apply([bucket.spec for bucket in self.buckets], self._late_only)

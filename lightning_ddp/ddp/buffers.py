@@ -40,7 +40,7 @@ def check_broadcast_buffers(value: object) -> None:
 
 
 def when_to_broadcast(broadcast_buffers: Any, forward_sync_buffers: bool | None) -> Broadcast:
-    """Return whether forwards broadcast buffers (or 'auto'), from torch's arguments of these names."""
+    """Merge torch's `broadcast_buffers` and `forward_sync_buffers` into True, False or 'auto'; check them."""
     check_broadcast_buffers(broadcast_buffers)
     if isinstance(broadcast_buffers, bool) and forward_sync_buffers is not None:
         warnings.warn(
@@ -110,7 +110,7 @@ class Buffers:
         return {name: tensor for name, (_, _, tensor, _) in self._places.items()}
 
     def copy(self, src: int = 0) -> None:
-        """Overwrite the buffers with those of rank `src`, as bytes in one broadcast, unseen by autograd.
+        """Overwrite the buffers with those of group rank `src`, in few broadcasts, unseen by autograd.
 
         Collective: all ranks must call it.
         """
@@ -138,7 +138,7 @@ class Buffers:
         return follows_sync
 
     def sync(self, src: int = 0) -> list[Any]:
-        """Broadcast the buffers of rank `src`, or run the hook; return futures for the end of backward.
+        """Broadcast the buffers of rank `src`, or run the user's hook; return the hook's futures to await.
 
         Collective: all ranks must call it.
         """
@@ -187,7 +187,7 @@ class ModuleSnapshot:
         self.retake()
 
     def retake(self) -> None:
-        """Update the snapshot with the present values of the submodules and metrics found at construction."""
+        """Save the present buffers and metric states anew, of the submodules that had any at construction."""
         present = list(chain.from_iterable(map(dict.values, self._owners)))
         is_same = len(present) == len(self._present) and all(map(is_, present, self._present))
         if not is_same or self._shapes != [tensor.shape for tensor in self._tensors]:

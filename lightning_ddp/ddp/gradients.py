@@ -147,7 +147,7 @@ class Gradients:
             bucket.arm(number, ready)
 
     def start(self) -> list[Bucket]:
-        """Fill the bucket slices of parameters that get no gradient; return the buckets full by that."""
+        """Fill the bucket slices of parameters that get no gradient; return the buckets that expect none."""
         if self._are_all_expected:
             return []
         for index, expected in enumerate(self.expected):
@@ -363,7 +363,7 @@ class BackwardFailures:
     def ready_twice(
         self, step: int, excess: Sequence[int], ready: Sequence[int], *, is_static: bool
     ) -> BackwardOrderError:
-        """Return the error for parameters (`excess`) with more gradients in a backward than expected."""
+        """Return the error for surplus gradients of parameters `excess`; if `is_static`, also store one."""
         names = ", ".join(self._names[i] for i in excess)
         if not is_static:
             return BackwardOrderError(

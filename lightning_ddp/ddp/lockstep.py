@@ -28,7 +28,7 @@ _UNSIZED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Role of this rank in a step: it has a new batch or repeats its last one; how many have a new one."""
+    """Role of this rank in a step, new batch or last one again, and the number of ranks with a new one."""
 
     is_replay: bool
     """True if this rank has run out of batches and repeats its last one."""
@@ -103,17 +103,17 @@ class Lockstep:
         return LockstepLoader(loader, self, most)
 
     def restart(self) -> None:
-        """Discard the steps that were fetched but not used, as a new epoch begins."""
+        """Discard steps that the ranks have agreed on but not begun, as a new epoch begins."""
         self._is_waiting = self._is_due = False
         self._turns.clear()
 
     def rejoin(self, group: Group) -> None:
-        """Use the ranks of `group` from now on; discard the steps that were fetched but not used."""
+        """Use the ranks of `group` from now on; discard steps that the ranks have agreed on but not begun."""
         self._group = group
         self.restart()
 
     def exchange(self, fresh: tuple[Any] | None, num_fetched: int) -> tuple[Any] | None:
-        """Exchange which ranks have a new batch; return the batch that this rank uses.
+        """Tell all ranks if this one has a new batch; return that, else the last one, or None at the end.
 
         Batches are in tuples; None stands for a rank that has run out, or for all ranks. Raises
         UnevenInputsError on every rank if a rank ran out and that is not allowed, or has no batch to repeat.
@@ -154,7 +154,7 @@ class Lockstep:
     # ------------------------------------------------------------------ a step
 
     def begin(self) -> None:
-        """Make the oldest fetched step the current one; do nothing if called again before the next fetch."""
+        """Set `turn` to that of the next step; do nothing if called again before the next batch."""
         if self._is_due and self._turns:
             self.turn = self._turns.popleft()
             self._is_due = False
@@ -199,7 +199,7 @@ class Lockstep:
         return self._is_stepping and self.turn.num_active < self._group.size
 
     def reduce(self, group: Group, tensors: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce `tensors` over the ranks of `group` that have a new batch, if any, else over all."""
+        """Reduce `tensors` in place over the ranks of `group` that have a new batch; over all if none has."""
         resolved = reduce_op(op)
         num_active = self.turn.num_active
         if group is not self._group:

@@ -337,7 +337,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return output
 
     def _prepare(self) -> None:
-        """Make optimizers that torch steps during backward wait for averages, before the first forward."""
+        """Make optimizers that step during backward use averaged gradients; called in the first forward."""
         self._has_prepared = True
         params = self._places.parameters
         if not any(hasattr(p, OPTIMIZERS_IN_BACKWARD) for p in params):
@@ -607,7 +607,7 @@ class _ShadowSteps(JoinHook):
             wrapper.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the model of the last rank to all ranks, once all have joined."""
+        """Copy the model of the rank that ran out of input last to all ranks."""
         wrapper = self._wrapper
         src = wrapper.authoritative_rank = wrapper._agree_on_source(is_last_joiner)
         broadcast_coalesced(wrapper._group, wrapper.states(), src)

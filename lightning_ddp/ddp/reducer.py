@@ -100,7 +100,7 @@ class Reducer:
         self.reduction.close()
 
     def make_static(self) -> None:
-        """Treat the graph as static, before the first step, which then records it."""
+        """Treat the graph as static; call it before the first step, which then records the graph."""
         self._gradients.is_static = self._gradients.is_learning = True
         self._renew_hooks()
 
@@ -209,7 +209,7 @@ class Reducer:
             tensor.register_hook(start)
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
-        """Undo a failed backward's changes of `.grad`; with `waits`, first wait for its unused reductions."""
+        """Unset `.grad` views that a failed backward left empty; with `waits`, first await its reductions."""
         for bucket in self.buckets[: state.num_taken] if waits else ():
             if bucket.work is not None:
                 with suppress(CommHookError):
@@ -259,7 +259,7 @@ class Reducer:
             self._fill(bucket, state)
 
     def _fill(self, bucket: Bucket, state: BackwardState) -> None:
-        """Mark a bucket as full and copy its small gradients; start all reductions next in launch order."""
+        """Copy a full bucket's small gradients; start the reductions of full buckets next in launch order."""
         self.recorder.ready(bucket.index(), bucket.flat)
         if bucket.streams is not None:
             bucket.streams.join()

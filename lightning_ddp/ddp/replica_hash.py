@@ -45,7 +45,7 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def state_of_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> State:
-    """Return the tensors of optimizers that are the same on all replicas, and the options of their groups.
+    """Return by name the state tensors and the numbers of optimizers that must be equal on all replicas.
 
     `names` maps the id of each parameter to its name. Tensors of an optimizer that shards its state are left
     out.
@@ -113,7 +113,7 @@ def _number_slices(numbers: Mapping[str, Any]) -> list[_Slice]:
 
 
 def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, slice]]:
-    """Return ranges of a tensor's integer words, of at most `most_bytes` each, with the tensor and name."""
+    """Cut a tensor's integer words into ranges of at most `most_bytes`; return each with name and tensor."""
     if tensor.numel() * tensor.element_size() <= most_bytes:
         return [(name, tensor, slice(None))]
     words = words_of(tensor)
@@ -199,7 +199,7 @@ class StateHasher:
         self.begin()
 
     def begin(self) -> None:
-        """Restart the numbers of hashes and the cycle of slices; all ranks do so after the same step."""
+        """Drop all hashes; begin with number 1 and the first slice, on all ranks after the same step."""
         self.num_hashed = 0
         self._queued: deque[tuple[Hashed, Tensor, Any]] = deque()
         """Hashes with their values, which may be on a device until an event, if there is one."""
@@ -259,7 +259,7 @@ class StateHasher:
         return {hashed.number: hashed.value for hashed in taken}
 
     def find(self, number: int) -> tuple[Hashed | None, int | None]:
-        """Return the kept hash with this number, and the step of its slice's hash before; None if dropped."""
+        """Return the hash with this number, and the step of its slice's previous hash; None if dropped."""
         kept = list(self._kept)
         found = next((hashed for hashed in kept if hashed.number == number), None)
         names = {*found.names} if found is not None else set()

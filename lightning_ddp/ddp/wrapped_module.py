@@ -34,7 +34,7 @@ _DENSE_BACKENDS = ("nccl", "mpi", "ucc", "xccl")
 def trainable_parameters(
     module: torch.nn.Module, ignored: Collection[str]
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters that require gradients, with their qualified names; raise if unsuitable."""
+    """Return the named parameters that require gradients; raise if there are none, or uninitialized ones."""
     named = [(n, p) for n, p in module.named_parameters() if n not in ignored]
     lazy = [n for n, p in named if isinstance(p, torch.nn.UninitializedParameter)]
     if lazy:

@@ -113,7 +113,7 @@ class Hook:
         return tuple(getattr(bucket, "names", ())) or ("",) * num_parameters
 
     def run(self, part: Part) -> torch.Tensor:
-        """Reduce one bucket and return its buffer; called in the communication thread."""
+        """Average a bucket's buffer over the ranks in place and return it; runs in the channel's thread."""
         result = self.wire.mean(part.buffer)
         if result.data_ptr() != part.buffer.data_ptr():
             part.buffer.copy_(result)
@@ -204,7 +204,7 @@ class StatefulHook(Hook):
         return value if fits else None
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
-        """Return state that is equal on all ranks, by name; {} on a device, where a job may change it."""
+        """Return state that must be equal on all ranks, by name; {} on a GPU, where it may still change."""
         if self.is_deferred:
             return {}
         return {
@@ -286,7 +286,7 @@ class StatefulHook(Hook):
         part.present = tuple(map(bool, flags[1:].tolist() if part.absent else has_gradient))
 
     def _settle(self) -> None:
-        """Commit or drop the values of a step that has not ended yet; runs as a job of the channel."""
+        """Make a step's values the hook's state if all are finite, unless already done; a channel's job."""
         if self._previous_index >= 0:
             self._end_step()
 

@@ -148,7 +148,7 @@ def build_hook(
     process_group: Any,
     device: torch.device | None = None,
 ) -> Hook:
-    """Build a hook for `BucketedDDP.register_comm_hook(None, hook)`.
+    """Build the hook of a specification, to pass to `BucketedDDP.register_comm_hook(None, hook)`.
 
     Collective: all ranks must call it.
 
