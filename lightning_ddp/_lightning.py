@@ -96,7 +96,7 @@ _OTHERS = {
 
 
 def read_rank_again(rank: int, local_rank: int) -> None:
-    """Set the rank that Lightning and torchmetrics have cached from the environment at their import."""
+    """Replace the ranks that `rank_zero_only` of Lightning and torchmetrics have cached at import."""
     told = {"lightning_utilities.core.rank_zero": rank, "torchmetrics.utilities.prints": local_rank}
     for name, number in told.items():
         if name in sys.modules:
@@ -108,14 +108,14 @@ def loaded_roots() -> list[str]:
 
 
 def _root_in_use() -> str:
-    """Return the name of the imported Lightning package; `pytorch_lightning` if both or none are."""
+    """Return the name of the imported Lightning package, else the installed; first of `ROOTS` if both."""
     for root in loaded_roots():
         return root
     return ROOTS[0] if importlib.util.find_spec(ROOTS[0]) else ROOTS[1]
 
 
 def _root_of(owner: object) -> str | None:
-    """Return the Lightning package that a class, or an object's class, is or derives from; else None."""
+    """Return the name of the Lightning package from which an object or class derives; None for others."""
     for kind in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         for name, root in {**dict(zip(ROOTS, ROOTS, strict=True)), **FABRICS}.items():
             if f"{kind.__module__}.".startswith(f"{name}."):
@@ -234,7 +234,7 @@ def bind_like(owner: object, cls: C) -> C:
 
 
 def adopt(strategy: Any, by: object) -> None:
-    """Change a strategy's class to that for the Lightning package of `by`, an object of its Trainer."""
+    """Change a strategy's class, in place, to its variant for the Lightning package that `by` is from."""
     if (root := _root_of(by)) is not None:
         strategy.__class__ = bind(type(strategy), root)
 
@@ -342,12 +342,12 @@ def is_fitting(trainer: Trainer) -> bool:
 
 
 def teardown_trainer(trainer: Trainer) -> None:
-    """Tear down strategy, loops, loggers and signal handlers, as on an exception: `_teardown`."""
+    """Tear down a Trainer's strategy, loops, loggers and signal handlers, by calling its `_teardown`."""
     _get(trainer, "_teardown")()
 
 
 def end_after_teardown(trainer: Trainer) -> None:
-    """Make the process exit with code 0 when the Trainer has been torn down: after `_teardown`."""
+    """Make a Trainer's `_teardown` raise `SystemExit(0)` at its end, so that the process ends with 0."""
 
     def tear_down_and_end(teardown: Callable[[], None]) -> None:
         teardown()
@@ -357,7 +357,7 @@ def end_after_teardown(trainer: Trainer) -> None:
 
 
 def end_silently(trainer: Trainer) -> None:
-    """Call teardown hooks and tear a Trainer down as Lightning does for `silent_end`, outside its handler."""
+    """Call a Trainer's teardown hooks and tear it down, as Lightning does on a `silent_end` exception."""
     lightnings("call_teardown_hook", _root_of(trainer))(trainer)
     teardown_trainer(trainer)
 
@@ -383,7 +383,7 @@ layer_sync = _reader("_layer_sync")
 
 
 def wrap_steps(trainer: Trainer, steps: Any) -> None:
-    """Replace methods of the training loops by methods of `steps`, which get the method and its arguments."""
+    """Replace methods of a Trainer's loops by methods of `steps`, which get the original and arguments."""
     outer: Any = trainer.fit_loop
     for loop in (outer, outer.epoch_loop.val_loop):
         _wrap(loop, "setup_data", functools.partial(_set_up_whole, loop))
@@ -469,7 +469,7 @@ def saved_last(callback: Any) -> int | None:
 
 
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:
-    """Drop prefetched batches; continue after `num_fetched` with the samplers' present order."""
+    """Drop prefetched batches and iterate the loaders anew, with `num_fetched` batches counted as used."""
     fetcher = _get(trainer.fit_loop, "_data_fetcher")
     limit_epoch(trainer, num_fetched)
     iter(fetcher)
@@ -490,7 +490,7 @@ def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_loops(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load a state inside an epoch into the training loops, without what Lightning does in a resume."""
+    """Load a state saved inside an epoch into the training loops, to go on there without a resume."""
     trainer.fit_loop.load_state_dict(state)
     _go_on_in_epoch(trainer.fit_loop)
 
@@ -505,7 +505,7 @@ def _go_on_in_epoch(loop: Any) -> None:
 
 
 def enter_epoch(trainer: Trainer) -> None:
-    """Clear restart flags before `load_loops`, so that an epoch begins as a new one, except its iterator."""
+    """Clear the restart flags of the epoch loop and its validation, so that an epoch begins as a new one."""
     loop: Any = trainer.fit_loop.epoch_loop
     for part in (loop, loop.val_loop):
         _set(part, "_restarting", False)
@@ -593,7 +593,7 @@ def before_batches(trainer: Trainer, function: Callable[[], object]) -> None:
 
 
 def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function before each update of the parameters, after the hooks and clipping before it."""
+    """Register a function to run before each parameter update, after the hooks and clipping before it."""
 
     def call(after_closure: Any, *arguments: Any) -> None:
         after_closure(*arguments)
@@ -603,7 +603,7 @@ def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def after_schedulers(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function after the schedulers of each batch, before the hooks of its end."""
+    """Register a function to run after the schedulers of each batch, before the hooks of the batch's end."""
     loop: Any = trainer.fit_loop.epoch_loop
 
     def update_and_call(update: Any, interval: str, update_plateau_schedulers: bool) -> None:
@@ -628,7 +628,7 @@ def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[s
 
 
 def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
-    """Call `check` before each training batch, instead of Lightning's exchange of signals by a collective."""
+    """Register `check` to run before each training batch, not Lightning's collective exchange of signals."""
     loop: Any = trainer.fit_loop.epoch_loop
     # Lightning 2.5.0 and 2.5.1 exchange no signals.
     if tuple(map(int, re.findall(r"\d+", _version(_root_of(trainer) or _root_in_use()))[:3])) >= (2, 5, 2):
@@ -684,7 +684,7 @@ def append_to_csv(logger: Any) -> None:
 
 
 def pass_for_fabrics(launcher: Any) -> None:
-    """Register a launcher's class as Fabric's `_MultiProcessingLauncher` or `_SubprocessScriptLauncher`."""
+    """Make a launcher pass `isinstance` checks for Fabric's launcher of the same kind."""
     kind = "Function" if isinstance(launcher, MultiProcessingLauncher) else "Script"
     lightnings(f"Fabric{kind}Launcher", _root_of(launcher)).register(type(launcher))
 

@@ -263,7 +263,7 @@ def run_eagerly(function: _F) -> _F:
 
 
 class _SeenByDynamo:
-    """Object that torch.compile sees in place of the wrapper in whose forward it compiles."""
+    """Stand-in for this package's DDP wrapper, from which torch.compile reads the bucket size."""
 
     is_told = False  # True once this package is excluded from compilation in this process
 

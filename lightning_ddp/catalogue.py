@@ -15,7 +15,7 @@ K = TypeVar("K")
 
 
 class Catalogue(Generic[K]):
-    """Registry by name of a base class's subclasses with their options, found in the files beside it.
+    """Registry by name of a base class's subclasses with their options, found in the base's package.
 
     Listed are subclasses with a `name` of their own. Each has a dataclass `Options` whose fields with `init`
     are the options. Errors call the classes `what` and an entry `argument`.

@@ -186,7 +186,7 @@ class Communication:
         *,
         keeps_rounds: bool = False,
     ) -> None:
-        """Build the averager, once there are optimizers; with `keeps_rounds` a failed round may be repeated.
+        """Build the averager, if configured; with `keeps_rounds` a failed averaging may be repeated.
 
         Collective: all ranks must call it.
         """
@@ -214,7 +214,7 @@ class Communication:
         self._model.require_backward_grad_sync = self.synchronises_backward
 
     def agree(self) -> bool:
-        """Make the parameters of all ranks, which must call it, the same; return True if that was needed."""
+        """Average parameters and buffers if ranks may differ; return True then; all ranks must call it."""
         return self.averager is not None and self.averager.agree()
 
     # ------------------------------------------------------------------ other ranks
@@ -270,11 +270,11 @@ class Communication:
 
     @property
     def keeps_optimizer(self) -> bool:
-        """True if a rank that is one round behind keeps the state of its own optimizer."""
+        """True if a rank that copies another rank's parameters to catch up keeps its own optimizer state."""
         return self.averager is not None and self.is_local and self.averager.options.optimizer_state == "keep"
 
     def mark(self) -> Any:
-        """Return a copy of hook and averager state, for `restore`; call it between steps, in sync."""
+        """Return hook and averager state for `restore`; call it after a step that left nothing unaveraged."""
         hook = self._stateful.mark() if self._stateful is not None else None
         return hook, self.averager.mark() if self.averager is not None else None
 
@@ -311,7 +311,7 @@ class Communication:
         device: torch.device,
         write: Callable[[dict[str, Any], str], None],
     ) -> None:
-        """Add the shared state to a checkpoint; return once all ranks have written their files.
+        """Add state equal on all ranks to a checkpoint; write this rank's own to a file; wait for all files.
 
         Collective: all ranks must call it, with synchronized parameters.
         """
@@ -330,7 +330,7 @@ class Communication:
         checkpoint.update(added)
 
     def add_shared(self, checkpoint: MutableMapping[str, Any], path: str | Path, world_size: int) -> None:
-        """Add the shared state to a checkpoint that one rank writes without the others."""
+        """Add hook and averager state that is equal on all ranks to a checkpoint, without communication."""
         if self.has_state:
             header = {"token": uuid.uuid4().hex, "name": Path(path).name, "has_rank_files": False}
             checkpoint[STATE_KEY] = {**self.shared_state(world_size), **header}

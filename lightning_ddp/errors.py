@@ -277,7 +277,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
         return _rebuild, (PeerFailure, _values(self))
 
     def like(self) -> PeerFailure:
-        """Return this failure as an instance of the original exception's class, too.
+        """Return this failure as an object that is also of the original exception's class, where possible.
 
         Returns itself if this process does not have that class, or Python cannot combine the two.
         """

@@ -125,7 +125,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return wrapper, optimizers, *scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return `optimizer`; refuse it if an averager would not know to which model it belongs."""
+        """Return `optimizer` unchanged; raise ConfigurationError with averaging, which needs its model."""
         if self._averages:
             raise ConfigurationError(
                 "model_averaging needs to know the model of each optimizer. Use model, optimizer ="
@@ -188,7 +188,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
             remove_rank_files(path, self.global_rank, keep={state[STATE_KEY]["token"]})
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint into models, optimizers, hook and averager."""
+        """Load a checkpoint into the objects in `state`, hook and averager; return what remains of it."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         wrapper, communication = self._set_up_of(state if isinstance(state, dict) else {})
         if communication is not None and not self._is_alone():

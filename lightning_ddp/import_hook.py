@@ -27,7 +27,7 @@ def after_import(name: str, function: Callable[[types.ModuleType], None]) -> Non
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that makes modules, found by other finders, call functions of `after_import`."""
+    """Import finder that lets functions given to `after_import` be called once their module has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None

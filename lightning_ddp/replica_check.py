@@ -35,7 +35,7 @@ class Replica(NamedTuple):
 
 
 class ReplicaCheck:
-    """Hashes of this rank's models in one run, to compare ranks. Used in the main thread; waits for no rank.
+    """Hashes of this rank's parameters and optimizer states in a run, to compare ranks; waits for no rank.
 
     `facts` returns numbers that have to be equal on all ranks, by name.
     """

@@ -324,7 +324,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return arguments if self._world is None else {**arguments, "num_replicas": self._world[1]}
 
     def _setup_observer(self, trainer: Trainer) -> None:
-        """Create what recovers this fit from lost ranks, and its emergency checkpoint, as configured."""
+        """Set up recovery of this fit from lost ranks, and its emergency checkpoint, if configured."""
         assert self._context is not None
         ours, settings = self._context.control, self._supervision.recovery
         if ours.calls is not None and settings is not None and not self._observer.repeats_steps:
@@ -372,7 +372,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         )
 
     def _meet_again(self, new: NewGeneration) -> None:
-        """Create the process group of the new ranks, and what depends on it; all ranks must call it."""
+        """Create the process group after a change of ranks; move the model to it; all ranks must call it."""
         from lightning_ddp.elastic.regroup import meet_again, take_rank
 
         context = self._context
@@ -427,7 +427,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ training steps
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the dataloader; with `uneven_inputs`, wrapped to end on all ranks at the same step."""
+        """Return the dataloader; for training, adapt it to `uneven_inputs` and recovery from lost ranks."""
         if not self._is_training():
             return dataloader
         dealer = self._observer.dealer
@@ -442,7 +442,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._lockstep.wrap(dataloader, most, spare)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; with `uneven_inputs`, exchange first which ranks have a batch."""
+        """Move a batch to the device; with `uneven_inputs`, make its step, perhaps a repeat, current."""
         if self._lockstep is not None and self._is_training():
             self._lockstep.begin()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -451,7 +451,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self.lightning_module is not None and bool(self.lightning_module.trainer.training)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch, so that its step can be repeated after a rank was lost."""
+        """Keep the batch, if the run recovers from lost ranks, so that its step can be repeated."""
         self._observer.begin_batch(batch)
         super().on_train_batch_start(batch, batch_idx)
 
@@ -570,7 +570,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         super().on_train_end()
 
     def _agree(self) -> None:
-        """Average the model over all ranks if they differ; after a failure of peers keep the own model."""
+        """Average the model over all ranks if they may differ; after a failure, leave it unchanged."""
         if not self._is_alone() and self._together(None, self._communication.agree, lambda: False):
             self._observer.agree()
 
@@ -620,7 +620,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             remove_rank_files(filepath, self.global_rank)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore optimizers, and in a run hook and averager; log each item that could not be restored."""
+        """Restore optimizers and, unless alone, hook and averager; log each item that was not restored."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._is_alone():
             self._load_state(self._communication, self.lightning_module, dict(checkpoint), self._resumed_from)
@@ -628,11 +628,11 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     # ------------------------------------------------------------------ collectives
 
     def _is_alone(self) -> bool:
-        """Return True if collectives have no other rank: before launch, after a failure, or while behind."""
+        """Return True if no other rank joins collectives: before launch, after a failure, finishing alone."""
         return self._observer.is_alone or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Return a collective's result, or that in the journal, or `alone()` if another rank is lost."""
+        """Run a collective; return its result, rank 0's recorded one, or `alone()` if a rank is lost."""
         if self._journal is not None and kind is not None:
             call = partial(self._journal.result, kind, call)
         return self._observer.together(call, alone)

@@ -130,7 +130,7 @@ class StrategyCore:
 
     @property
     def accelerator(self) -> Any:
-        """Lightning's accelerator, set first; setting it binds the strategy to its Lightning package."""
+        """Lightning's accelerator; setting it rebinds the strategy to the accelerator's Lightning package."""
         return super().accelerator  # type: ignore[misc]  # of the class after this one
 
     @accelerator.setter

@@ -131,7 +131,7 @@ def available_variants() -> dict[str, str]:
 
 
 def variant_arguments(name: str) -> dict[str, Any]:
-    """Return the strategy arguments for which a registered name stands; a KeyError for another name."""
+    """Return the strategy arguments for which a registered name stands; raise KeyError for others."""
     return dict(_variants[name][1])
 
 
@@ -150,7 +150,7 @@ def register_builtin_variants() -> None:
 
 
 def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | None:
-    """Return a better message for a strategy that a Trainer has rejected; None if it is not ours."""
+    """Return a better message for a strategy that a Trainer has rejected; None to keep Lightning's."""
     if isinstance(strategy, str):
         known = {name for registry, _ in _joined for name in registry}
         meant = difflib.get_close_matches(strategy.lower(), sorted(known), n=1)

@@ -20,7 +20,7 @@ class ToolError(LightningDDPError, RuntimeError):
 
 
 class _Handler:
-    """Handler of SIGTERM that raises `SystemExit` for the first signal and ignores signals after it."""
+    """Handler that raises `SystemExit` at the first SIGTERM, or after `held_back`, and ignores later ones."""
 
     is_held_back = False
     has_come = False
@@ -52,7 +52,7 @@ def unwinds_at_sigterm() -> Generator[None, None, None]:
 
 @contextmanager
 def held_back() -> Generator[None, None, None]:
-    """Defer SIGTERM to the end of the block, which starts something that must be cleaned up."""
+    """Defer the `SystemExit` of `unwinds_at_sigterm` to the end of this block; do nothing outside of that."""
     handler = signal.getsignal(signal.SIGTERM)
     if not isinstance(handler, _Handler):
         yield

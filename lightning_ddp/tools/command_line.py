@@ -122,7 +122,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[str | int | flo
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return platform, CPU cores and versions (None in a source tree) as JSON values."""
+    """Return platform, CPU cores and package versions (None if not installed) as JSON values."""
     versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in versions:
         with suppress(metadata.PackageNotFoundError):

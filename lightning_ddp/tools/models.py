@@ -112,7 +112,7 @@ def constructor_flags(contender: str) -> dict[str, Any]:
 
 
 def wrap(contender: str, module: nn.Module, device: torch.device) -> Any:
-    """Return a module, which is on its device, in the wrapper of a contender, on the default process group.
+    """Wrap a module in a contender's DDP class, on the default process group; return the wrapper.
 
     Collective: all ranks must call it.
     """
@@ -137,7 +137,7 @@ class TrainingRun:
         self._optimizer.step()
 
     def gradients_from(self, workload: Workload) -> Tensor:
-        """Do one step from the weights of a workload; return all gradients as one vector on the CPU."""
+        """Load a workload's weights, do a step on this run's batch; return all gradients as a CPU vector."""
         self.module.load_state_dict(workload.module.state_dict())
         self.step()
         return torch.cat([parameter.grad.flatten() for parameter in self.wrapped.parameters()]).cpu()

@@ -51,7 +51,7 @@ _POLL_INTERVAL_S = 0.25  # rare enough not to take the CPU from the ranks that a
 
 
 class RankContext(NamedTuple):
-    """Rank, current device and store of a worker's process; each replica has a separate process group."""
+    """Rank, device and store of a worker process; each replica of all ranks has its own process group."""
 
     rank: int
     world_size: int
@@ -72,7 +72,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a step that all ranks begin together, until the device has done it.
+    """Run `step` after a barrier of all ranks; return the seconds until the device has completed it.
 
     Collective: all ranks must call it.
     """
@@ -168,7 +168,7 @@ def run_ranks(
 def _supervise(
     meeting: _Meeting, count: int, store: Store, start_method: str, on_progress: Callable[[int], object]
 ) -> None:
-    """Start `count` processes, wait for them, and kill those that are left."""
+    """Start `count` processes and wait; raise `ToolError` if one fails or time is up; kill the rest."""
     # A store in this process looks up the address of each client, and holds a lock of the C library
     # meanwhile, which a rank that is forked then could never take.
     all_made = multiprocessing.get_context(start_method).Barrier(count)
@@ -248,7 +248,7 @@ class RoundRobin:
 
     @contextmanager
     def turn(self, order: Sequence[ItemT], mine: ItemT) -> Iterator[None]:
-        """Wait until the turn of `mine`, one in each `order`; the turn lasts as long as the block."""
+        """Wait for the processes that come before `mine` in `order`; hold the turn until the block ends."""
         number = self._next + order.index(mine)
         self._next += len(order)
         if number:

@@ -193,7 +193,7 @@ def time_import() -> None:
 
 
 def time_fits(*, turns: list[str], devices: int, num_steps: int, num_warmup: int, model: str) -> None:
-    """Print `STEP_SECONDS` with the mean step of one fit for each value of `on_failure` in `turns`.
+    """Run a fit for each value of `on_failure` in `turns`; print `STEP_SECONDS` with their mean steps.
 
     The steps, of a model of `models.py` on a part of a sample, are timed with their boundaries, after the
     first `num_warmup`.

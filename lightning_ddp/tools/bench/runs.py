@@ -83,7 +83,7 @@ def _format_launch(result: Result) -> str:
 def time_first_batch(
     script: Path, arguments: dict[str, Any], *, launcher: Sequence[str] = (), timeout_s: float
 ) -> tuple[float, float]:
-    """Return the seconds of a script to `FIRST_BATCH`, where it is killed, and its memory then in MiB."""
+    """Run a script until it prints `FIRST_BATCH`, then kill it; return the seconds and its memory in MiB."""
     with started(script, arguments, launcher) as running:
         moment: float = running.run_to("FIRST_BATCH", timeout_s, ends_there=True)
         return moment - running.started_at, running.memory_mib()
@@ -149,7 +149,7 @@ def format_failures(result: Result) -> str:
 
 
 def _summary(seconds: Sequence[float], expected: int) -> tuple[str, str, str]:
-    """Return, as texts, how many of the expected times there are, their median and the largest."""
+    """Return three table cells: 'n of `expected`', and median and maximum of the times, or 'never'."""
     if not seconds:
         return f"0 of {expected}", "never", "never"
     return f"{len(seconds)} of {expected}", f"{statistics.median(seconds):.3f}", f"{max(seconds):.3f}"
@@ -262,7 +262,7 @@ def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str
 
 
 def time_steps(world_size: int, num_rounds: int, *, timeout_s: float) -> dict[str, list[float]]:
-    """Return mean seconds of steps in fits without a failure, for each value of `on_failure`.
+    """Run fits without a failure in one script; return each fit's mean step seconds, by `on_failure`.
 
     One script runs all fits, two of each value per round in both orders: the same code differs by some
     percent between processes, and the second fit is faster.

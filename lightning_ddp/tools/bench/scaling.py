@@ -121,7 +121,7 @@ class StepProfile:
         return replace(self, backward_start_s=start, ready=ready, backward_end_s=end, rest_s=rest)
 
     def rebucketed(self, caps_bytes: Sequence[int]) -> StepProfile:
-        """Return this step with buckets of the given sizes in bytes; the last holds for all that follow.
+        """Return this step with its gradients in buckets of `caps_bytes` bytes, the last size repeated.
 
         Gradients are assumed to arrive evenly between the known moments.
         """
@@ -135,7 +135,7 @@ class StepProfile:
 
 
 def _moments_of(recording: Recording) -> dict[int, list[float]]:
-    """Return the times in each complete step that another one follows, by step number, in seconds.
+    """Return seconds of events in each fully recorded step that is followed by the next one, by number.
 
     Since its forward: begin and end of backward; then from the last bucket to the next forward; each `ready`.
     """
@@ -163,7 +163,7 @@ def _interpolate(known: Sequence[tuple[int, float]], reached: int) -> float:
 
 
 def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return latency and seconds per byte, not negative, with the least sum of squared relative errors.
+    """Fit `latency + bytes * slope` to samples by relative least squares; return both, not negative.
 
     Relative errors, as the samples (bytes, seconds) span several magnitudes.
     """
@@ -184,7 +184,7 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class HookCost(NamedTuple):
-    """Bytes that a rank sends, and seconds of its codec, per byte of the gradients, with two ranks."""
+    """Cost of a hook with two ranks: bytes sent, and seconds to encode and decode, per byte of gradients."""
 
     size_ratio: float
     codec_s: float
@@ -256,7 +256,7 @@ def predict(profile: StepProfile, link: Link, num_ranks: int, hook: HookCost | N
 
 
 def predict_averager(profile: StepProfile, plan: AveragerPlan, link: Link, num_ranks: int) -> float:
-    """Return the predicted mean seconds of a step in the local phase of an averager.
+    """Return the predicted mean seconds of a step if ranks train locally, with parameters averaged by `plan`.
 
     Parameters are assumed to have as many bytes as gradients. The averager's own arithmetic, buffers and
     averaged optimizer state are not included.
@@ -288,7 +288,7 @@ class Calibration(NamedTuple):
 
 
 def calibrate(args: argparse.Namespace, specs: dict[str, Any]) -> Calibration:
-    """Measure steps, hooks and the link of two ranks on this machine; `specs` are None without a hook."""
+    """Measure steps, link and hooks with two ranks on this machine; a spec of None stands for no hook."""
     with tempfile.TemporaryDirectory(prefix="lightning_ddp_scaling_") as folder:
         arguments = args.model, folder, args.steps, {**specs, _NO_EXCHANGE: "noop"}
         options = {"device": args.device, "timeout_s": args.timeout_s, "mbit": args.link}
@@ -311,7 +311,7 @@ def _hook_cost(name: str, rows: Sequence[Mapping[str, float]], num_bytes: int) -
 
 
 def fit_link(probes: Sequence[Sequence[float]], *, is_cpu: bool) -> Link:
-    """Return a link model fitted to timed all-reduces of two ranks: each two messages of half the bytes."""
+    """Fit a link model to timed all-reduces of two ranks, each taken as two messages of half the bytes."""
     medians = {
         size: statistics.median(seconds for num_bytes, seconds, _ in probes if num_bytes == size)
         for size in _PROBE_BYTES

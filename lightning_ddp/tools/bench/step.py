@@ -149,7 +149,7 @@ def time_steps(
     num_steps: int,
     num_warmup_steps: int,
 ) -> RankSeconds:
-    """Time `num_steps` steps of this replica's contender per round, on each model; return their seconds.
+    """Time `num_steps` steps a round of the wrapper that this process tests, per model; return all seconds.
 
     Collective: all ranks must call it.
     """
@@ -188,7 +188,7 @@ def _some(values: Tensor) -> Tensor:
 
 
 def check_agreement(name: str, found: Tensor, reference: str, expected: Tensor) -> None:
-    """Raise if two contenders compute different gradients in one step from the same weights.
+    """Raise if `found` and `expected`, gradients of one step from the same weights, differ too much.
 
     Otherwise a wrapper without communication would be the fastest.
     """

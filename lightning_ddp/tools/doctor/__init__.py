@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print the report on rank 0 (or without a connection); return exit status 0 or 1."""
+    """Run the checks; print the report, on connected ranks by rank 0 alone; return exit status 0 or 1."""
     examination = _Examination(args)
     with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
         examination.examine()
@@ -126,7 +126,7 @@ def _stdout_kept_for_json() -> Generator[None, None, None]:
 
 
 class _Problem(Exception):
-    """Raised if a check fails and later ones make no sense: name of the check and message."""
+    """Error that ends the checks early, with the name of the failed check and a message."""
 
 
 class _Examination:
@@ -146,7 +146,7 @@ class _Examination:
         return worst(self._findings) == "FAIL"
 
     def examine(self) -> None:
-        """Run the checks of this machine or of all ranks, by the options and environment variables."""
+        """Run the checks of this machine, or with all launched ranks; keep the findings for `report`."""
         plan = Plan(
             num_bytes=int(self._args.size_mb * (1 << 20)),
             timeout_s=self._args.timeout_s,
@@ -239,7 +239,7 @@ class _Examination:
             ) from error
 
     def _host_store(self) -> Any:
-        """Open the store as a run does."""
+        """Open the store at MASTER_ADDR and MASTER_PORT as a run does; add a finding and return the store."""
         where = f"MASTER_ADDR={self._here.master_addr}, MASTER_PORT={self._here.master_port}"
         try:
             store = self._opened(partial(open_store, self._here.master_addr, self._here.master_port))
@@ -259,7 +259,7 @@ class _Examination:
         return store
 
     def _find_master(self) -> str:
-        """Wait until the master's port can be reached, and return the master's address."""
+        """Wait until the master's port accepts connections; return its address, or raise `_Problem`."""
         here, timeout_s = self._here, self._args.timeout_s
         address = resolve(here.master_addr, timeout_s)
         interface = interface_to(address) or "no interface"

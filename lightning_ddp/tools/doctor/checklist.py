@@ -98,7 +98,7 @@ class Drill:
         verdict.figure = f"20 all-reduces on 2 communicators in turns, a ring of {size} ranks"
 
     def abort(self, verdict: Verdict) -> None:
-        """Test an abort of all groups in collectives that rank 0 never calls, behind device kernels."""
+        """Abort all groups while collectives, behind kernels on a GPU, wait for rank 0; record the time."""
         tensor = torch.ones(1000, device=self.ranks.device)
         for _ in range(_NUM_KERNELS if tensor.is_cuda else 0):
             tensor = tensor * 1.0
@@ -149,7 +149,7 @@ class Drill:
         within(_LIMIT_S, "work on the device", lambda: synchronize(self.ranks.device))
 
     def _meet(self, key: str) -> None:
-        """Wait until all ranks have called this with `key`, by the store, as groups may be aborted."""
+        """Wait through the store, as groups may be aborted, until all ranks have called this with `key`."""
         self._store.set(f"{key}/{self.ranks.rank}", "")
         self._store.wait([f"{key}/{rank}" for rank in range(self.ranks.size)])
 
@@ -208,7 +208,7 @@ class _Site:
         return {found.check: found for found in try_in_ranks(self.settings, DRILLS, run_drill)}
 
     def tried(self, names: Sequence[str], variables: Mapping[str, str] = {}) -> str:
-        """Run trials in new processes; return the figure of one, or the number of several, or raise."""
+        """Run trials in new processes; return one trial's result, or their number; raise if one fails."""
         with _set(variables):
             found = list(try_in_ranks(self.settings, names))
         failed = [f"{finding.check}: {finding.message}" for finding in found if finding.level == "FAIL"]
@@ -219,7 +219,7 @@ class _Site:
 
 @contextmanager
 def _set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that start in this context."""
+    """Set environment variables for processes that start in this context; restore them at its end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -311,7 +311,7 @@ def _stops(site: _Site, fault: str = "kill", **more: Any) -> str:
 
 
 def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1) -> str:
-    """Check that the other ranks train on, in a script for each fault; return the times, or raise."""
+    """Run a training script with each fault; raise unless the other ranks train on; return the times."""
     if site.size < least:
         raise _NotHere(f"needs {least} ranks")
     figures = []
@@ -381,7 +381,7 @@ _NEED_A_GPU: Final = ("12", "13", "20", "25", "26")
 
 
 def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[Finding]:
-    """Run the items that begin with one of `only`, or all, on each backend; return a finding for each.
+    """Run the items named by `only`, or all, on each backend; return findings, write JSON and a picture.
 
     Leaves no process. `path` gets the suffixes of a JSON file and of a picture, which needs matplotlib.
     """

@@ -155,7 +155,7 @@ def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
 def check_interface(
     named: str | None, route: str | None, found: Mapping[str, str], *, num_nodes: int
 ) -> Finding:
-    """Return a finding on the interface: `named` by `INTERFACE_VARIABLE`, or of the route to the master.
+    """Return a finding on the network interface: the `named` one, or that of the route to the master.
 
     `found` has the interfaces of this host with their addresses.
     """

@@ -86,11 +86,11 @@ _RETRY_S = 0.2
 
 
 class DeadlinePassed(LightningDDPError, TimeoutError):
-    """Raised if a step did not end within its deadline; its thread may still be blocked."""
+    """Error of a call that did not end in time; the thread that runs it may still be blocked."""
 
 
 def within(seconds: float, what: str, step: Callable[[], T]) -> T:
-    """Run a step that may block in C code in a thread; return its result, or raise `DeadlinePassed`."""
+    """Call `step` in a thread; return its result, or raise `DeadlinePassed` after `seconds` seconds."""
     call = InThread(lambda _: step())
     if not call.is_over.wait(seconds):
         raise DeadlinePassed(f"{what} did not end within {seconds:g} s")
@@ -137,7 +137,7 @@ def connect_problem(address: str, port: int, timeout_s: float) -> str | None:
 
 
 def wait_until_reached(address: str, port: int, timeout_s: float) -> str | None:
-    """Try a TCP connection until a server listens; return None, or the reason of the last failure."""
+    """Retry a TCP connection for `timeout_s`; return None once it opens, or the last failure's reason."""
     deadline = time.monotonic() + timeout_s
     while True:
         problem = connect_problem(address, port, max(0.1, deadline - time.monotonic()))
@@ -169,7 +169,7 @@ class Placement:
 
 
 def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
-    """Return who has started this process, its rank and node; `num_nodes` is the number given by hand."""
+    """Return the launcher, rank and node of this process by `env`; `num_nodes` is the user's `--nodes`."""
     try:
         if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)
@@ -319,7 +319,7 @@ class Plan(NamedTuple):
 def examine(
     store: Any, plan: Plan, env: Mapping[str, str], *, rank: int, local_rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Return this rank's facts, with the time of an all-reduce, as JSON values.
+    """Time an all-reduce with the other ranks; return the slowest time and this rank's facts, for JSON.
 
     Collective: all ranks must call it.
     """

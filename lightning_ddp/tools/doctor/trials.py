@@ -156,7 +156,7 @@ class Ranks:
 
     @property
     def noise(self) -> float:
-        """Allowed difference of a backward from the CPU's, relative to the largest gradient."""
+        """Allowed difference of gradients from those computed on the CPU, relative to the largest one."""
         return 1e-6 if self.device.type == "cpu" else 1e-3
 
     def build(self) -> nn.Module:
@@ -253,7 +253,7 @@ class _Training:
 
 
 def _ours(ranks: Ranks, *, flags: Mapping[str, Any] = {}, hook: str = "", averager: str = "") -> _Training:
-    """Return the model in this package's wrapper, with one of `HOOKS` or `AVERAGERS` if named.
+    """Return a training of the trial model in this package's wrapper, with the named hook or averager.
 
     Collective: all ranks must call it.
     """
@@ -298,7 +298,7 @@ def _local_gradients(module: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) -> None:
-    """Check that gradients are the mean of the ranks' own, and all results equal torch's DDP."""
+    """Check averaged gradients against the ranks' mean, and gradients and final state against torch's DDP."""
     torchs: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": False}
     torchs |= {name: flags[name] for name in flags.keys() & torchs.keys()}
     ours = _ours(ranks, flags=flags)
@@ -330,7 +330,7 @@ def _try_gradients(ranks: Ranks, verdict: Verdict, *, flags: Mapping[str, Any]) 
 
 
 def _try_hook(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
-    """Check that what a hook does not send is in the residuals, within its rounding.
+    """Check that a hook's result and mean residuals add up to the mean of the gradients, within rounding.
 
     An overflow must affect all ranks, but not the state.
     """
