@@ -54,7 +54,7 @@ class Standing(Enum):
 
 @dataclass(kw_only=True)
 class Track:
-    """One optimizer and its step counts."""
+    """Optimizer with its numbers of steps: since training began, and since local training began."""
 
     optimizer: torch.optim.Optimizer
     names: list[str]
@@ -254,7 +254,7 @@ class Averager:
         self.settle_others()
 
     def settle_others(self) -> None:
-        """Record that all ranks are back at the state of the last average, after ranks were lost."""
+        """Record that no rank has taken local steps since the last average, once a loss is repaired."""
         self._standing = Standing.MET if self._is_local and self.mixes_rounds else Standing.SAME
 
     def for_others(self) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _number_slices(numbers: Mapping[str, Any]) -> list[_Slice]:
 
 
 def _cut(name: str, tensor: Tensor, most_bytes: int) -> list[tuple[str, Tensor, slice]]:
-    """Cut a tensor's integer words into ranges of at most `most_bytes`; return each with name and tensor."""
+    """Return (name, whole tensor, slice) for each range of its integer words of at most `most_bytes`."""
     if tensor.numel() * tensor.element_size() <= most_bytes:
         return [(name, tensor, slice(None))]
     words = words_of(tensor)

@@ -90,7 +90,7 @@ class Journal:
         return value
 
     def publish(self) -> None:
-        """Write the recorded results to the store, if this is rank 0 and its first epoch has begun."""
+        """Store the results of collectives before the first epoch, if this is rank 0 and that has begun."""
         calls = self._context.control.calls
         if self._is_reader or not self._has_ended or calls is None or calls.state.rank != 0:
             return

@@ -87,7 +87,7 @@ class Hook:
 
     @staticmethod
     def make_codec(options: Any) -> Codec:
-        """Return the encoder and decoder of the values that this hook, or the hook it wraps, sends."""
+        """Return this hook's encoder and decoder, for values that it sends or that a hook it wraps sends."""
         raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:

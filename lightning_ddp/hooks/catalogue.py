@@ -25,7 +25,7 @@ _registered: dict[str, tuple[Callable[..., Any], str]] = {}
 
 
 def register_hook(name: str, hook: Callable[..., Any], *, description: str = "") -> None:
-    """Register a communication hook of your own under a name: `ddp_comm_hook=name`.
+    """Register a communication hook, a function `hook(state, bucket)`, as `ddp_comm_hook=name`.
 
     Call it in every process before the strategy is made, for example at the top of the script. Registering
     the same function again has no effect.

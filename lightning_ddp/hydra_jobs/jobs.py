@@ -304,7 +304,7 @@ class Jobs:
     # ------------------------------------------------------------------ for Hydra
 
     def begin(self, task: Any, given: Any = None) -> None:
-        """Record a Hydra job's function and seeds; adopt values that a running job has read from `given`."""
+        """Record a Hydra job's function and seeds; adopt resolver values cached in its config `given`."""
         self.task = task
         self._variables = {name: os.environ.get(name) for name in _SEEDS}
         if given is not None:

@@ -72,7 +72,7 @@ class Engine:
 
 
 def _processes(env: Mapping[str, str]) -> Told | None:
-    """Return torchrun's number of processes per node; None if not set, or `auto`, `cpu` or `gpu`."""
+    """Return torchrun's number of processes per node, with its variable; None if not set, or a word."""
     name = "PET_NPROC_PER_NODE"
     return None if env.get(name) in ("auto", "cpu", "gpu") else _number(env, name)
 

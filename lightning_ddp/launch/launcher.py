@@ -316,7 +316,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Run `function` in all processes; return the result of rank 0, or of the lowest rank left."""
+        """Run `function` in a new process for each rank; return the result of the lowest rank left."""
         if self._made_by != "fork":
             check_missing_main_guard()
         if self._made_by != "spawn":

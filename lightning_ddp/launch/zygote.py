@@ -151,7 +151,7 @@ class Start:
 
 
 class Zygote:
-    """The supervisor's handle on the zygote (the process that forks ranks): sends requests to `serve`."""
+    """The supervisor's handle on the zygote: sends it requests to fork ranks, which `serve` answers."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
@@ -173,7 +173,7 @@ class Zygote:
 
 
 class Fork:
-    """A rank forked by the zygote, with the methods of `subprocess.Popen` that a launcher needs."""
+    """A rank forked by the zygote: `pid`, `returncode`, `wait`, `send_signal` as in `subprocess.Popen`."""
 
     def __init__(self, pid: int, told: socket.socket) -> None:
         self.pid = pid

@@ -197,7 +197,7 @@ class ControlClient:
     def leave_run(
         self, end: Callable[[], None], timeout_s: float, when_all_left: Callable[[], None] = lambda: None
     ) -> None:
-        """Call `end`, which ends this rank's run; wait until all ranks have ended theirs or one has failed.
+        """Call `end`, which ends this rank's run; return once all ranks have ended theirs or one has failed.
 
         After `timeout_s` seconds this rank leaves alone. Once all have ended the run, the client's thread
         calls `when_all_left`, before it can learn of a later failure.
