@@ -620,7 +620,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             remove_rank_files(filepath, self.global_rank)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore optimizers and, unless alone, hook and averager; log each item that was not restored."""
+        """Restore optimizers and, if ranks can communicate, hook and averager; log each item not restored."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._is_alone():
             self._load_state(self._communication, self.lightning_module, dict(checkpoint), self._resumed_from)

@@ -113,7 +113,7 @@ class HierarchicalSGD(Averager):
     options: HierarchicalSGDOptions
 
     def check_ranks(self) -> None:
-        """Raise ConfigurationError unless the group sizes divide the number of ranks (or it is 1)."""
+        """Raise ConfigurationError, with several ranks, unless each size divides them and the last is all."""
         size, sizes = self.group.size, self._sizes()
         require(
             size == 1 or (list(sizes.values())[-1] == size and not any(size % n for n in sizes.values())),

@@ -102,7 +102,7 @@ class PowerSGD(StatefulHook):
         return result
 
     def _begin_errors(self, part: Part) -> None:
-        """Replace the residuals, which this step has added, by empty ones, until it stores new ones."""
+        """Store empty residuals, which replace the added ones if the step ends before it stores new ones."""
         for name, _ in part.present_slices(part.flat):
             if self.recall(name, "error") is not None:
                 self.remember(name, "error", part.flat.new_empty(0))

@@ -82,7 +82,7 @@ def _replace_main(job: Handover) -> None:
         def decorate(task_function: Callable[[Any], Any]) -> Any:
             @functools.wraps(task_function)
             def run_handed(cfg_passthrough: Any = None) -> Any:
-                """Run the function if it is the parent's Hydra job, and exit then; else do nothing."""
+                """Run the parent's Hydra job and exit; given a config, call the function; else do nothing."""
                 if cfg_passthrough is not None:
                     return task_function(cfg_passthrough)
                 if job.task == task_name(task_function):
