@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp import CustomDDPStrategy
-from lightning_ddp.comm import Group, sibling_group, sub_group
+from lightning_ddp.comm import Group, sibling_group, sub_group, teardown
 from lightning_ddp.errors import CollectiveError
 
 TIMEOUT_S = 6.0
@@ -78,6 +78,18 @@ def _timeouts(rank: int, world_size: int) -> list[timedelta]:
 
 def test_groups_that_are_made_of_another_one_have_its_timeout(simulated_ranks):
     assert simulated_ranks.run(_timeouts, 2, timeout_s=77.0) == [[timedelta(seconds=154)] * 3] * 2
+
+
+def _leave_with_views(rank: int, world_size: int) -> bool:
+    group = Group(dist.group.WORLD)
+    kept = torch.ones(4, device=torch.device("cuda", rank))
+    group.all_reduce(kept).wait()
+    views = kept.chunk(2)  # as gradients are views of their bucket
+    return teardown.are_let_go() and len(views) == 2
+
+
+def test_no_process_waits_at_its_exit_for_what_nccl_has_sent(simulated_ranks):
+    assert simulated_ranks.run(_leave_with_views, 2) == [True, True]
 
 
 def _wait_in_vain(rank: int, world_size: int) -> str:

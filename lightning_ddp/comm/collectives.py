@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from lightning_ddp.comm.call import Call, Timeout, check_rank
 from lightning_ddp.comm.group import Group
-from lightning_ddp.comm.teardown import note_sent
 from lightning_ddp.errors import ConfigurationError, one_of
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -163,7 +162,7 @@ def gathered_by(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     stacked = tensor.new_empty((group.size, *tensor.shape))
     outputs = [numbers(row) for row in stacked.unbind(0)]
     mine = numbers(tensor.detach().contiguous())
-    note_sent(outputs)
+    group.note_sent(outputs)
     begin = partial(group.process_group.allgather, [outputs], [mine])
     call.wait(call.start(lambda: group.start("all_gather", (mine,), begin, label=call.label)))
     return stacked

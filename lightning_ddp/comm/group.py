@@ -275,12 +275,17 @@ class Group:
             supervisor = interrupt.supervisor
             if supervisor is not None and supervisor.is_comparing and self.size > 1:
                 supervisor.compare(entry)
-        note_sent(tensors)
+        self.note_sent(tensors)
         with without_engine_context():
             work = begin()
         if lane is not None:
             lane.started(work)
         return work
+
+    def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Record tensors of a collective that is about to start, to await gloo's threads at exit."""
+        if tensors and self.backend(tensors[0].device) != "nccl":
+            note_sent(tensors)
 
     # ------------------------------------------------------------------ waits
 
