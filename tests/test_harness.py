@@ -110,14 +110,17 @@ def test_outcomes_keep_failed_ranks_connected_so_that_a_hang_shows():
     assert "all_reduce" in outcomes[0].traceback
 
 
+LEFT_BY_A_RANK = f"{SLEEPER}  # other tests have such processes as well, at the same time"
+
+
 def leaves_a_process(rank, world_size):
-    return subprocess.Popen([sys.executable, "-c", SLEEPER]).pid
+    return subprocess.Popen([sys.executable, "-c", LEFT_BY_A_RANK]).pid
 
 
 def test_a_rank_that_leaves_a_process_fails_the_run_and_the_process_is_killed():
     with pytest.raises(ProcessLeftBehind, match=r"left 2 process\(es\) behind: pid \d+.*signal\.pause"):
         run_ranks(leaves_a_process, 2)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if SLEEPER in (p.info["cmdline"] or [])]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if LEFT_BY_A_RANK in (p.info["cmdline"] or [])]
 
 
 def fails_in_a_thread(rank, world_size, group, how):
