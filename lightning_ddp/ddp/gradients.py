@@ -21,6 +21,7 @@ from lightning_ddp.ddp.bucket import Bucket, BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
 from lightning_ddp.errors import BackwardOrderError, MissingGradientError
 
+_RREF: Any = getattr(torch.distributed.rpc, "RRef", ())
 _UNKNOWN = 2**62
 """Number of gradients that no bucket gets: it is full when the backward is over."""
 _FIRST_LOOK_S = 0.2
@@ -31,9 +32,11 @@ _ANSWER_WAIT_S = 0.2
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, dicts, dataclasses and pytrees."""
+    """Yield the tensors in nested lists, tuples, dicts, dataclasses, local RRefs and pytrees."""
     if isinstance(obj, torch.Tensor):
         yield obj
+    elif isinstance(obj, _RREF) and obj.is_owner():
+        yield from find_tensors(obj.local_value())
     elif isinstance(obj, (list, tuple, dict)):
         for item in obj.values() if isinstance(obj, dict) else obj:
             yield from find_tensors(item)
