@@ -29,11 +29,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp.averaging import build_averager
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.reduction import Reduction
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError, PeerFailure
+from lightning_ddp.hooks import build_hook
 from lightning_ddp.shm.hosts import find_hosts
 from lightning_ddp.shm.shared_memory import SharedMemory
 
@@ -226,6 +228,49 @@ def test_a_channel_s_jobs_share_memory_and_count_as_others_do(rank, group) -> No
     (shared, num_shared), (sent, num_sent) = answers
     assert all(map(torch.equal, shared, sent))
     assert num_shared == num_sent
+
+
+# ---------------------------------------------------------------- hooks and averagers
+
+
+def with_hook(rank, group, spec, process_group) -> list[Tensor]:
+    module = nn.Linear(64, 48)
+    model = BucketedDDP(module, process_group=process_group, transport=group.transport)
+    model.register_comm_hook(None, build_hook(spec, group))
+    for step in range(3):
+        model.zero_grad()
+        model(values(10 * step + rank, 128, torch.float32).view(2, 64)).sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
+def with_averager(rank, group, spec, process_group) -> list[Tensor]:
+    module = nn.Linear(700, 900)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(values(0, p.numel(), torch.float32).view(p.shape))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    averager = build_averager(spec | {"period": 2}, module, [optimizer], group)
+    for step in range(4):
+        for p in module.parameters():
+            p.grad = values(10 * step + rank, p.numel(), torch.float32).view(p.shape)
+        optimizer.step()
+        averager.step(optimizer)
+    return [p.detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("train", "spec"),
+    [
+        *((with_hook, spec) for spec in ("allreduce", "bf16", "powersgd", {"name": "topk", "ratio": 0.3})),
+        (with_averager, {"name": "post_local_sgd", "start_step": 0}),
+        (with_averager, {"name": "diloco"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@on_ranks(2)
+def test_hooks_and_averagers_give_the_same_over_either_transport(rank, process_group, train, spec) -> None:
+    groups = [Group(process_group, transport=transport) for transport in (SHARED, GLOO)]
+    assert all(map(torch.equal, *(train(rank, group, spec, process_group) for group in groups)))
 
 
 # ---------------------------------------------------------------- processes
