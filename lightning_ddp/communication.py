@@ -442,7 +442,8 @@ def _describe(hook: Any) -> str:
     """Return the name of a hook that is a function or object, with its options or bound arguments."""
     if hook is None:
         return "none"
-    options = [str(hook.options)] if hasattr(hook, "options") else []
+    is_named = isinstance(getattr(hook, "name", None), str) and getattr(hook, "options", None) is not None
+    options = [str(hook.options)] if is_named else []  # else of a class of the user's, in no known form
     while isinstance(hook, functools.partial):
         given = [*enumerate(hook.args), *sorted(hook.keywords.items())]
         options += [f"{key}={value!r}" for key, value in given if isinstance(value, _PLAIN)]
