@@ -140,4 +140,7 @@ class TrainingRun:
         """Load a workload's weights, do a step on this run's batch; return all gradients as a CPU vector."""
         self.module.load_state_dict(workload.module.state_dict())
         self.step()
+        lacking = [name for name, parameter in self.module.named_parameters() if parameter.grad is None]
+        if lacking:
+            raise RuntimeError(f"{self.contender} left {lacking[0]} without a gradient")
         return torch.cat([parameter.grad.flatten() for parameter in self.wrapped.parameters()]).cpu()

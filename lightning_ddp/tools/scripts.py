@@ -40,7 +40,8 @@ class _Script:
         # The script must start its processes itself, also inside a SLURM job.
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), env.get("PYTHONPATH")]))
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start would compile a source tree
+        if "fault" not in arguments:  # else each start that is timed would compile a source tree
+            env.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, *launcher, str(path), json.dumps(arguments)]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         self.started_at = time.time()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp.launch.rendezvous import open_store
+from lightning_ddp.launch.rendezvous import is_own_address, open_store
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
     existing_file,
@@ -244,7 +244,8 @@ class _Examination:
         try:
             store = self._opened(partial(open_store, self._here.master_addr, self._here.master_port))
         except (OSError, RuntimeError) as error:
-            raise _Problem("port", f"{where}: {str(error).splitlines()[0]}") from error
+            check = "port" if is_own_address(self._here.master_addr) else "master"
+            raise _Problem(check, f"{where}: {str(error).splitlines()[0]}") from error
         self._findings.append(Finding("PASS", "port", f"{where}: free, and opened here"))
         return store
 

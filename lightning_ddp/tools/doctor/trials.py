@@ -40,7 +40,8 @@ _NUM_HOOK_STEPS: Final = 7
 _OVERFLOWS_AT: Final = 4
 _NUM_GLOBAL_STEPS: Final = 2
 _NUM_LOCAL_STEPS: Final = 7  # the last one is no end of a period
-_NUM_WARM_UPS, _NUM_TURNS = 3, 20
+_NUM_WARM_UPS, _LEAST_TURNS, _MOST_TURNS = 3, 5, 40
+_TURNS_S = 4.0
 _SLOW_RATIO: Final = 1.5
 
 _READ_ONCE: Final = frozenset({"hook powersgd", "hook topk", "hook randomk", "hook sign"})
@@ -476,17 +477,20 @@ def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
     model = "transformer6" if ranks.device.type == "cuda" else "linear500"
     names = ("ours", "torch_ddp")
     runs = [TrainingRun(name, build_workload(model, rank=ranks.rank), ranks.device) for name in names]
+    seconds = [[timed(run.step, ranks.device) for run in runs] for _ in range(_NUM_WARM_UPS)]
+    pace = float(ranks.gather(torch.tensor([sum(seconds[-1])])).max())
+    num_turns = int(min(_MOST_TURNS, max(_LEAST_TURNS, _TURNS_S / pace)))
     times = []
-    for number in range(_NUM_WARM_UPS + _NUM_TURNS):
+    for number in range(num_turns):
         order = (0, 1) if number % 2 else (1, 0)
         found = {index: timed(runs[index].step, ranks.device) for index in order}
         times.append((found[0], found[1]))
     # a step is over when the slowest rank has ended it
-    slowest = ranks.gather(torch.tensor(times[_NUM_WARM_UPS:]).flatten()).amax(0).view(-1, 2)
+    slowest = ranks.gather(torch.tensor(times).flatten()).amax(0).view(-1, 2)
     ours, theirs = slowest.t().tolist()
     ratio = paired_ratio(ours, theirs)
     verdict.is_slow = ratio > _SLOW_RATIO
     verdict.figure = (
-        f"ours / torch's DDP {ratio:.3f}, median of {_NUM_TURNS} turns with {model}"
+        f"ours / torch's DDP {ratio:.3f}, median of {num_turns} turns with {model}"
         f" ({statistics.median(ours) * 1e3:.1f} and {statistics.median(theirs) * 1e3:.1f} ms)"
     )
