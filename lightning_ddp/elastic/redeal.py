@@ -87,7 +87,10 @@ class DealtSampler(Sampler[Any]):
 
     def _length(self, rank: int) -> int:
         total = self._num_left if self._rest is not None else len(self.inner.dataset)
-        return len(self._share(range(total), rank))
+        num_ranks = int(self.inner.num_replicas)
+        rounds = max(0, total // num_ranks // self._batch_size - 1)  # not dealt to count
+        skipped = rounds * self._batch_size
+        return skipped + len(self._share(range(total - skipped * num_ranks), rank))
 
     @property
     def _is_plain(self) -> bool:
