@@ -148,8 +148,10 @@ class EndLimit:
 
 
 def _end_after(limit_s: float) -> None:
-    standard_error = 2  # C code writes to it: a notebook's stream has no descriptor
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=standard_error)
+    try:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.stderr)
+    except (AttributeError, OSError, ValueError, RuntimeError):  # a notebook's stream has no descriptor
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
 
 def exit_now(code: int) -> None:

@@ -502,7 +502,8 @@ def is_loopback(address: str) -> bool:
     """Return True if a name or address leads to this host only; False if it cannot be resolved."""
     with suppress(OSError):
         address = str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
-    return address.startswith("127.") or address == "::1"
+        return address.startswith("127.") or address == "::1"
+    return False
 
 
 def is_own_address(address: str) -> bool:

@@ -161,7 +161,7 @@ class JobControl:
         """Pass a reported failure, exit or disconnection on to the search for the root cause."""
         record = message.record
         process = self.job.roster.of(record)
-        ranked = record if process is None else replace(record, rank=process.rank)
+        rank = record.rank if process is None else process.rank
         is_of_run = process is None or process.state is ProcessState.MEMBER
         match message:
             case protocol.SecondaryFailure():
@@ -173,10 +173,10 @@ class JobControl:
                     # a launching process that is no rank: nobody is left who starts ranks there
                     self._lose_node(record.node_rank, "its launching process died", now, has_ended=False)
                 elif process is None or process.is_member:
-                    self._verdict.vanished(ranked, now)
+                    self._verdict.vanished(replace(record, rank=rank), now)
             case protocol.Exited():
                 if self.job.exited(record, now):
-                    self._verdict.exited(ranked, now)
+                    self._verdict.exited(replace(record, rank=rank), now)
             case _:
                 if process is None or is_of_run:
                     self._verdict.accuse(record)
