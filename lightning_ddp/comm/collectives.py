@@ -162,8 +162,11 @@ def gathered_by(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     stacked = tensor.new_empty((group.size, *tensor.shape))
     outputs = [numbers(row) for row in stacked.unbind(0)]
     mine = numbers(tensor.detach().contiguous())
-    group.note_sent(outputs)
-    begin = partial(group.process_group.allgather, [outputs], [mine])
+
+    def begin() -> Any:
+        group.note_sent(outputs)
+        return group.process_group.allgather([outputs], [mine])
+
     call.wait(call.start(lambda: group.start("all_gather", (mine,), begin, label=call.label)))
     return stacked
 

@@ -103,8 +103,10 @@ class Worker:
             if work is not None:
                 self._busy.add(threading.get_ident())
                 work.run()
-                self._busy.discard(threading.get_ident())
+                if self._jobs.empty():  # else it has not stopped between two jobs
+                    self._busy.discard(threading.get_ident())
                 continue
+            self._busy.discard(threading.get_ident())  # `end` may have queued its end behind a job
             with self._lock:
                 if self._jobs.empty():  # otherwise a job was queued after the timeout
                     self._thread = None
