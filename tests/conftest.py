@@ -55,7 +55,8 @@ _FIRST_TIER_WITH_NCCL2 = (
 )
 """Ends of the names of tests on simulated devices with the second implementation.
 
-The second tier has all that the first one has with the first implementation, `--exhaustive` has the others.
+The second tier has all others but the longest matrix, of which it has what the first one has with the first
+implementation.
 """
 
 
@@ -71,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         item.add_marker(pytest.mark.xdist_group("simulated nccl2"), append=False)  # on the other worker
         if not item.nodeid.endswith(_FIRST_TIER_WITH_NCCL2):
-            item.add_marker("exhaustive" if item.get_closest_marker("slow") else "slow")
+            is_of_matrix = item.path.name == "test_simcuda.py" and item.get_closest_marker("slow")
+            item.add_marker("exhaustive" if is_of_matrix else "slow")
     if config.getoption("--exhaustive"):
         return
     kinds = ("exhaustive",) if config.getoption("--slow") else ("exhaustive", "slow")

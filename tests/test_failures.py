@@ -79,13 +79,15 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def cells() -> Iterator[Any]:
     """(launcher, fault, moment, victim, world size); those of the default run are unmarked.
 
-    `--slow` adds half of the other pairs of fault and moment with one victim, under python or `run`;
-    `--exhaustive` the rest.
+    `--slow` adds, with one victim and under python or `run`, each other moment of a stop and an exit, and
+    half of those of faults of which two are alike; `--exhaustive` the rest.
     """
     faults, moments = enumerate(FAULTS), list(enumerate(MOMENTS))
     met = {(fault, moment) for _, fault, moment, _ in FIRST_TIER}
     for (i, fault), (j, moment), start in itertools.product(faults, moments, LAUNCHERS):
-        is_turn = (i + j // 2) % 2 == 0 and (i + j) % 2 == (start == "run") and (fault, moment) not in met
+        has_like = fault not in ("stop", "exit")  # a fault that ends a process in the same way
+        is_turn = (i + j) % 2 == (start == "run") and (fault, moment) not in met
+        is_turn = is_turn and not (has_like and (i + j // 2) % 2)
         for number, victim in enumerate(VICTIMS[start]):
             is_slow = is_turn and number == (i + j) // 2 % len(VICTIMS[start])
             tier = pytest.mark.slow if is_slow else pytest.mark.exhaustive
@@ -344,8 +346,9 @@ def test_a_process_that_user_code_forks_fails_alone_and_may_leave_by_sys_exit(
         assert code == 5
 
 
-def test_who_reads_the_store_cannot_stop_the_run(tmp_path) -> None:
-    with start_script(SCRIPT, order(tmp_path, pause="fit")) as run:
+@pytest.mark.parametrize("strategy", ["custom_ddp", slow("custom_ddp_spawn")])
+def test_who_reads_the_store_cannot_stop_the_run(tmp_path, strategy) -> None:
+    with start_script(SCRIPT, order(tmp_path, strategy=strategy, pause="fit")) as run:
         variables = wait_for_notes(run, tmp_path, ["ready-0", "ready-1"])["ready-1"]
         address, _, number = variables["LIGHTNING_DDP_STORE"].rpartition("/")
         host, _, port = address.rpartition(":")

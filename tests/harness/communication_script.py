@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import warnings
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,13 @@ def loader() -> DataLoader:
 
 
 class Killed(TorchCheckpointIO):
-    """Kills this process when it is about to write the checkpoint for the second time."""
+    """Kills this process when it is about to write a file whose name matches, for the second time."""
 
-    num_times = 0
+    def __init__(self, pattern: str) -> None:
+        self.pattern, self.num_times = pattern, 0
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.num_times += Path(path).name == "last.ckpt"
+        self.num_times += fnmatch(Path(path).name, self.pattern)
         if self.num_times == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -190,7 +192,7 @@ def main() -> None:
         answer = {name: resume(folder / name, name) for name in RESUMED}
         answer["accumulated"] = train(folder / "accumulated", accumulate=2, model_averaging=averaging)
     elif case == "killed":
-        answer = overwriting(folder, [Killed()])
+        answer = overwriting(folder, [Killed(sys.argv[3])])
     elif case == "continued":
         answer = overwriting(folder, [AsyncCheckpointIO()] if "async" in sys.argv else [])
     else:
