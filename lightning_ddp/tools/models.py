@@ -142,5 +142,5 @@ class TrainingRun:
         self.step()
         lacking = [name for name, parameter in self.module.named_parameters() if parameter.grad is None]
         if lacking:
-            raise RuntimeError(f"{self.contender} left {lacking[0]} without a gradient")
+            raise RuntimeError(f"the wrapper left {lacking[0]} without a gradient")
         return torch.cat([parameter.grad.flatten() for parameter in self.wrapped.parameters()]).cpu()
