@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import user_script
-from harness import RunningScript, free_port, run_script, start_script
+from harness import RUN, RunningScript, free_port, run_script, start_script
 from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.launch.step_stop import PREEMPTED
@@ -74,6 +74,17 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
         after = json.loads(after_notes[f"finally-{r}"]["losses"])
         assert set(before) & set(after) == set()
         assert before | after == json.loads(undisturbed[f"finally-{r}"]["losses"])
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])
+def test_sigterm_to_a_lone_rank_ends_the_script_with_the_code_of_a_preempted_job(launcher, tmp_path) -> None:
+    arguments = order(tmp_path, trainer={"devices": 1}, pause="fit")
+    with start_script(SCRIPT, arguments, launcher=launcher) as run:
+        pid = wait_for_notes(run, tmp_path, ["ready-0"])["ready-0"]["pid"]
+        os.kill(pid, signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert run.wait(TIMEOUT_S).returncode == PREEMPTED
+    assert read_notes(tmp_path)["on_exception-0"]["kind"] == "SIGTERMException"
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

@@ -101,7 +101,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start_children(context)
         context.begin_anew()
         set_num_threads_if_needed(num_processes=self.num_processes)
-        return context.control.run(trainer, function, *args, **kwargs)
+        try:
+            return context.control.run(trainer, function, *args, **kwargs)
+        except SystemExit as error:
+            is_lone = context.control.watch is None and context.children.are_of_this_process
+            if is_lone and is_enabled() and trainer is not None and error.code is None:
+                if isinstance(error, sigterm_exception(trainer)):  # Lightning has stopped it
+                    error.code = PREEMPTED
+            raise
 
     def kill(self, signum: int) -> None:
         """Wait up to 1.5 s for the children to end after Ctrl-C; send a signal to those that still run."""
