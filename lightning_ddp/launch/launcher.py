@@ -104,10 +104,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         try:
             return context.control.run(trainer, function, *args, **kwargs)
         except SystemExit as error:
-            is_lone = context.control.watch is None and context.children.are_of_this_process
-            if is_lone and is_enabled() and trainer is not None and error.code is None:
-                if isinstance(error, sigterm_exception(trainer)):  # Lightning has stopped it
-                    error.code = PREEMPTED
+            is_lone = context.control.watch is None and context.children.are_of_this_process and is_enabled()
+            was_stopped = trainer is not None and isinstance(error, sigterm_exception(trainer))
+            if is_lone and was_stopped and error.code is None:  # by Lightning
+                error.code = PREEMPTED
             raise
 
     def kill(self, signum: int) -> None:
