@@ -15,6 +15,7 @@ from comparison import assert_all_as_torch, assert_same, grads_of, state_of
 from harness import on_ranks, run_ranks, run_threads
 from models import x_of
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
@@ -101,6 +102,49 @@ def test_after_a_rank_was_lost_the_others_average_over_fewer() -> None:
     for first_rank, second_rank, _ in assert_all_as_torch(goes_on_with_fewer, 3, [(False,), (True,)]):
         assert len(first_rank) == 3
         assert_same(second_rank, first_rank, "gradients of the two")
+
+
+class UsedOnSome(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: Tensor, uses_second: bool) -> Tensor:
+        hidden = self.first(batch)
+        return self.second(hidden) if uses_second else hidden
+
+
+@on_ranks(2)
+def test_a_buffer_hook_and_a_static_graph_outlast_an_update_of_the_group(rank, group) -> None:
+    called: list[int] = []
+    model = BucketedDDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)
+    model.register_buffer_comm_hook(None, lambda state, buffers: called.append(len(buffers)))
+    model.update_process_group(group)
+    for _ in range(2):
+        model(torch.ones(3, 4) * rank).sum().backward()
+    assert set(called) == {3}
+
+    module = UsedOnSome()
+    model = BucketedDDP(module, process_group=group)
+    model._set_static_graph()
+    model.update_process_group(group)
+    model(torch.ones(3, 4), False).sum().backward()
+    assert module.second.weight.grad is None
+
+
+def steps_in_backward(rank, world_size):
+    module = UsedOnSome()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = BucketedDDP(module, find_unused_parameters=True)
+    before = module.second.weight.detach().clone()
+    model(torch.ones(3, 4), rank == 1).square().sum().backward()
+    assert not torch.equal(before, module.second.weight)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def test_an_optimizer_in_backward_steps_what_another_rank_has_used_on_all_ranks() -> None:
+    assert_same(*run_ranks(steps_in_backward, 2), "parameters of the two")
 
 
 # ---------------------------------------------------------------- functional_call, replaced parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -285,12 +286,13 @@ class BucketedDDP(Joinable, torch.nn.Module):
         group = Group(process_group, self._group.interrupt, transport=self.transport)
         named = list(zip(self._places.names, self._places.parameters, strict=True))
         check_backend(group, self.module, named)
-        before, recorder = self.reducer.reduction, self.reducer.recorder
+        before, recorder, buffers = self.reducer.reduction, self.reducer.recorder, self._module_buffers
         self.reducer.close()
         self._group = group
         token = f"updated/{group.next_number('updated')}"
         self._connect(named, token, find_hosts(self._group, self.device))
         self.reducer.recorder = recorder
+        self._module_buffers.hook, self._module_buffers.location = buffers.hook, buffers.location
         if before.hook is not None:
             self.reducer.set_hook(before.state, before.hook)
 
@@ -584,6 +586,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
                 f" {self.reducer.step + 1} backward passes. Pass static_graph=True to the constructor."
             )
         self.static_graph = True
+        self._options = replace(self._options, static_graph=True)  # also for reducers to come
         self.reducer.make_static()
 
 

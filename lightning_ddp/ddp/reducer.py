@@ -77,7 +77,8 @@ class Reducer:
         self._backward: BackwardState | None = None
         self._before_finish = before_finish
         self.after_bucket: Callable[[Bucket], None] | None = None
-        """Called with each bucket once its means are in `.grad`, while later buckets are being reduced."""
+        """Called with each bucket once its means are in `.grad`, where all are present while later buckets
+        are being reduced."""
         self.futures: list[Any] = []
         """Futures of buffer hooks; awaited at the end of the next synchronized backward."""
         self.recorder = StepRecorder(device)
@@ -305,6 +306,9 @@ class Reducer:
         self._note_order(state.ready)
         self._hand_out(state)
         self._gradients.settle(absent, exchange)
+        for bucket in self.buckets if self.after_bucket is not None else ():
+            if bucket.absent:  # only now it has the means of parameters that other ranks have used
+                self.after_bucket(bucket)
         while self.futures:
             future = self.futures.pop()
             self._group.wait_done(future)
@@ -346,7 +350,7 @@ class Reducer:
                 self.recorder.done(bucket.index())
             with torch.no_grad():
                 bucket.copy_out()
-            if self.after_bucket is not None:
+            if self.after_bucket is not None and not bucket.absent:
                 self.after_bucket(bucket)
         if self._device.type == "cuda":
             label = f"averaging of gradients, backward {state.step}"
