@@ -122,9 +122,11 @@ def test_truth_values_are_reduced_as_or_and_and(kind) -> None:
 
 def test_mean_of_integers_is_written_back_as_integers_as_lightning_does() -> None:
     def check(rank, size, group):
-        return comm.all_reduce(group, torch.tensor([1, 4]) + rank, "mean").tolist()
+        bytes_of_rank = torch.tensor([200 - 100 * rank, 3], dtype=torch.uint8)
+        tensors = torch.tensor([1, 4]) + rank, bytes_of_rank
+        return [comm.all_reduce(group, tensor, "mean").tolist() for tensor in tensors]
 
-    assert on_threads(check, 2, "gloo") == [[1, 4]] * 2  # 1.5 and 4.5, truncated
+    assert on_threads(check, 2, "gloo") == [[[1, 4], [150, 3]]] * 2  # 1.5 and 4.5, truncated
 
 
 class CountingGroup(Group):

@@ -218,7 +218,14 @@ def _sendable(tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
     if tensor.is_complex() and not is_mean and resolved != dist.ReduceOp.SUM:
         raise ConfigurationError(f"reduce_op {op!r} of complex numbers: expected 'sum' or 'mean'")
     # gloo has an average only since torch 2.12, and no backend promotes integers for it.
-    return sent.to(_WIDENED.get(sent.dtype, sent.dtype)), dist.ReduceOp.SUM if is_mean else resolved
+    if is_mean:
+        return widened(sent), dist.ReduceOp.SUM
+    return sent.to(_WIDENED.get(sent.dtype, sent.dtype)), resolved
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of integers as one of int64, in which sums do not overflow; else the tensor itself."""
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.to(torch.int64)
 
 
 def _write_back(tensor: torch.Tensor, reduced: torch.Tensor, op: Any, size: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lightning_ddp._torch import tree_map
 from lightning_ddp.comm import all_gather, all_reduce, all_reduce_coalesced, reduce_op
+from lightning_ddp.comm.collectives import widened
 from lightning_ddp.comm.group import Group, uploaded
 from lightning_ddp.ddp.buffers import ModuleSnapshot
 from lightning_ddp.errors import ConfigurationError, UnevenInputsError
@@ -213,10 +214,13 @@ class Lockstep:
             if self.turn.is_replay:
                 for tensor in tensors:
                     tensor.detach().fill_(_neutral(resolved, tensor.dtype))
-            all_reduce_coalesced(group, tensors, dist.ReduceOp.SUM if is_mean else resolved)
-            if is_mean:
-                for tensor in tensors:
-                    tensor.detach().copy_(tensor / num_active)
+            if not is_mean:
+                all_reduce_coalesced(group, tensors, resolved)
+                return
+            sums = [widened(tensor.detach()) for tensor in tensors]
+            all_reduce_coalesced(group, sums, dist.ReduceOp.SUM)
+            for tensor, total in zip(tensors, sums, strict=True):
+                tensor.detach().copy_(total / num_active)
 
 
 class LockstepLoader:
