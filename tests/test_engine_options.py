@@ -15,7 +15,6 @@ from comparison import assert_all_as_torch, assert_same, grads_of, state_of
 from harness import on_ranks, run_ranks, run_threads
 from models import x_of
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +132,8 @@ def test_a_buffer_hook_and_a_static_graph_outlast_an_update_of_the_group(rank, g
 
 
 def steps_in_backward(rank, world_size):
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns when it is imported
+
     module = UsedOnSome()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
     model = BucketedDDP(module, find_unused_parameters=True)

@@ -306,9 +306,10 @@ class Reducer:
         self._note_order(state.ready)
         self._hand_out(state)
         self._gradients.settle(absent, exchange)
-        for bucket in self.buckets if self.after_bucket is not None else ():
-            if bucket.absent:  # only now it has the means of parameters that other ranks have used
-                self.after_bucket(bucket)
+        if self.after_bucket is not None:
+            for bucket in self.buckets:
+                if bucket.absent:  # only now it has the means of parameters that other ranks have used
+                    self.after_bucket(bucket)
         while self.futures:
             future = self.futures.pop()
             self._group.wait_done(future)
