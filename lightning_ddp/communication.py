@@ -219,6 +219,11 @@ class Communication:
         """Average parameters and buffers if ranks may differ; return True then; all ranks must call it."""
         return self.averager is not None and self.averager.agree()
 
+    def drop_lost_averager(self, group: Group) -> None:
+        """Drop the averager of a fit that has failed, whose process group is another one than `group`."""
+        if self.averager is not None and self.averager.group.process_group is not group.process_group:
+            self.averager = None
+
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:

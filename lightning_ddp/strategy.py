@@ -266,6 +266,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
             from lightning_ddp.comm.collectives import broadcast_coalesced
 
+            self._communication.drop_lost_averager(self._joined_group())
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
         self.setup_precision_plugin()

@@ -58,6 +58,13 @@ def test_parameters_are_apart_between_rounds_and_agree_at_the_end_and_in_validat
     assert answers[0]["validated"].equal(answers[1]["validated"])
 
 
+def test_after_a_caught_failure_in_local_training_all_ranks_validate_the_model_of_rank_0(tmp_path):
+    first, second = run_case("failed", tmp_path)
+    assert not first["fitted"].equal(second["fitted"])
+    for answer in (first, second):
+        assert answer["validated"].equal(first["fitted"][None])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp import CustomDDPStrategy
+from lightning_ddp import CustomDDPStrategy, PeerFailure
 
 warnings.filterwarnings("ignore", message=".*does not have many workers")
 warnings.filterwarnings("ignore", message=".*exists and is not empty")
@@ -77,6 +78,15 @@ class Overflowing(Network):
         loss = super().training_step(batch)
         overflows = self.global_rank == 1 and self.trainer.fit_loop.epoch_loop.total_batch_idx in (1, 5)
         return loss * float("inf") if overflows else loss
+
+
+class Failing(Network):
+    """Rank 1 alone raises an error in the fourth step."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        if self.global_rank == 1 and self.trainer.global_step == 3:
+            raise ValueError("of rank 1")
+        return super().training_step(batch)
 
 
 class Logging(Network):
@@ -181,6 +191,17 @@ def logged(folder: Path) -> dict[str, Any]:
     return result(model, spread)
 
 
+def validated_after_failure(folder: Path) -> dict[str, Any]:
+    """A validation by the Trainer whose fit has failed on rank 1, one or two steps into local training."""
+    model = built(Failing)
+    averaging = {"name": "post_local_sgd", "start_step": 2, "period": 8}
+    with suppress(ValueError, PeerFailure):
+        fit(model, CustomDDPStrategy(model_averaging=averaging, emergency_checkpoint=False), 1, folder)
+    fitted = model.layers[0].weight.detach().clone()
+    model.trainer.validate(model, DataLoader(loader().dataset, batch_size=16), verbose=False)
+    return {"fitted": fitted, "validated": torch.stack(model.validated)}
+
+
 def options_of(kind: type[Network]) -> dict[str, Any]:
     """With a loss scale that grows every third step; Lightning itself offers none on the CPU."""
     if kind is not Overflowing:
@@ -216,6 +237,8 @@ def main() -> None:
         answer = overwriting(folder, [AsyncCheckpointIO()] if "async" in sys.argv else [])
     elif case == "logged":
         answer = logged(folder)
+    elif case == "failed":
+        answer = validated_after_failure(folder)
     else:
         raise SystemExit(f"no case {case!r}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
