@@ -6,13 +6,15 @@ own to `<checkpoint>.rank<r>.<token>.pt`. A checkpoint without these files loads
 scratch.
 
 Each save has a new token, which is in the checkpoint. So replacing the checkpoint replaces the files with
-it, atomically. All ranks have written their files before that. After it they remove the files of earlier
-saves, and files of a run that was killed in between.
+it, atomically. All ranks have written their files before that. After it rank 0 removes the files of earlier
+saves, and files of a run that was killed in between, of all ranks. Names are those of rank 0: Lightning names
+checkpoints, and chooses which to remove, by logged values, which may differ between ranks.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -217,6 +219,11 @@ class Communication:
         """Average parameters and buffers if ranks may differ; return True then; all ranks must call it."""
         return self.averager is not None and self.averager.agree()
 
+    def drop_lost_averager(self, group: Group) -> None:
+        """Drop the averager of a fit that has failed, whose process group is another one than `group`."""
+        if self.averager is not None and self.averager.group.process_group is not group.process_group:
+            self.averager = None
+
     # ------------------------------------------------------------------ other ranks
 
     def halt(self) -> None:
@@ -313,6 +320,9 @@ class Communication:
     ) -> None:
         """Add state equal on all ranks to a checkpoint; write this rank's own to a file; wait for all files.
 
+        Ranks may pass different paths; the files of all are beside that of rank 0, which writes the
+        checkpoint.
+
         Collective: all ranks must call it, with synchronized parameters.
         """
         added: dict[str, Any] = {}
@@ -320,7 +330,8 @@ class Communication:
         if not added:
             return
         state = added[STATE_KEY]
-        state["token"] = broadcast_nested(group, state["token"], 0, device)
+        mine = state["token"], state["name"], str(path)
+        state["token"], state["name"], path = broadcast_nested(group, mine, 0, device)
         own = self._own_state()
         state["has_rank_files"] = any(all_gather_objects(group, bool(own), device))
         if state["has_rank_files"]:
@@ -425,16 +436,17 @@ def rank_file(checkpoint: str | Path, rank: int, token: str) -> str:
     return f"{checkpoint}.rank{rank}.{token[:_TOKEN_CHARACTERS]}.pt"
 
 
-def remove_rank_files(checkpoint: str | Path, rank: int, *, keep: Collection[str] = ()) -> None:
-    """Remove one rank's files beside a checkpoint, except those with a token in `keep`."""
+def remove_rank_files(checkpoint: str | Path, *, keep: Collection[str] = ()) -> None:
+    """Remove the files of all ranks beside a checkpoint, except those with a token in `keep`."""
     system, path = fsspec.core.url_to_fs(str(checkpoint))
     folder, _, name = path.rpartition("/")
-    kept = {rank_file(name, rank, token) for token in keep}
+    kept = {token[:_TOKEN_CHARACTERS] for token in keep}
+    pattern = re.compile(re.escape(name) + r"\.rank\d+\.(\w+)\.pt")
+    system.invalidate_cache()  # other ranks have written there
     with suppress(FileNotFoundError):  # the folder is gone with the checkpoint
         for entry in system.ls(folder, detail=False):
-            file = entry.rpartition("/")[2]
-            is_of_rank = file.startswith(f"{name}.rank{rank}.") and file.endswith(".pt")
-            if is_of_rank and file not in kept:
+            found = pattern.fullmatch(entry.rpartition("/")[2])
+            if found is not None and found[1] not in kept:
                 system.rm(entry)
 
 

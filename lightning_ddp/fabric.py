@@ -185,7 +185,8 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         super().save_checkpoint(path, state, storage_options, filter)
         if STATE_KEY in state:
             self.barrier("checkpoint with files of the ranks")
-            remove_rank_files(path, self.global_rank, keep={state[STATE_KEY]["token"]})
+            if self.is_global_zero:
+                remove_rank_files(path, keep={state[STATE_KEY]["token"]})
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint into the objects in `state`, hook and averager; return what remains of it."""

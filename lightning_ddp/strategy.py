@@ -266,6 +266,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         else:  # nothing to reduce, so no wrapper, but all ranks must evaluate the same model
             from lightning_ddp.comm.collectives import broadcast_coalesced
 
+            self._communication.drop_lost_averager(self._joined_group())
             states = [*self.model.parameters(), *self.model.buffers()]
             broadcast_coalesced(self._joined_group(), states)
         self.setup_precision_plugin()
@@ -602,7 +603,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         keep = {state["token"]}
         if is_async and str(filepath) in self._tokens:  # the previous checkpoint may still be in place
             keep.add(self._tokens[str(filepath)])
-        remove_rank_files(filepath, self.global_rank, keep=keep)
+        if self.is_global_zero:
+            remove_rank_files(filepath, keep=keep)
         self._tokens = {**self._tokens, str(filepath): state["token"]}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -614,10 +616,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint and this rank's file beside it."""
+        """Remove, on rank 0, a checkpoint and the files of all ranks beside it; nothing on other ranks."""
         super().remove_checkpoint(filepath)
-        if self._communication.has_state:
-            remove_rank_files(filepath, self.global_rank)
+        if self.is_global_zero and self._communication.has_state:
+            remove_rank_files(filepath)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers and, if ranks can communicate, hook and averager; log each item not restored."""

@@ -58,6 +58,13 @@ def test_parameters_are_apart_between_rounds_and_agree_at_the_end_and_in_validat
     assert answers[0]["validated"].equal(answers[1]["validated"])
 
 
+def test_after_a_caught_failure_in_local_training_all_ranks_validate_the_model_of_rank_0(tmp_path):
+    first, second = run_case("failed", tmp_path)
+    assert not first["fitted"].equal(second["fitted"])
+    for answer in (first, second):
+        assert answer["validated"].equal(first["fitted"][None])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -134,6 +141,23 @@ def test_an_asynchronous_checkpoint_keeps_the_files_of_the_one_before(resumed, t
         files = [path.name for path in tmp_path.glob(f"last.ckpt.rank{rank}.*")]
         assert len(files) == 2
         assert f"last.ckpt.rank{rank}.{token[:8]}.pt" in files
+
+
+def test_values_that_only_their_rank_has_logged_leave_the_files_of_all_ranks_with_their_checkpoint(tmp_path):
+    """By them the name of the checkpoint differs between ranks, or the one that is removed for a better."""
+    run_case("logged", tmp_path)
+    kept = {
+        "named": ["epoch=0-v=1.ckpt", "epoch=1-v=2.ckpt", "epoch=2-v=0.ckpt"],
+        "best": ["epoch=0-step=4.ckpt", "epoch=2-step=12.ckpt"],
+    }
+    for folder, names in kept.items():
+        expected = {*names}
+        for name in names:
+            token = torch.load(tmp_path / folder / name)["lightning_ddp"]["token"]
+            files = [rank_file(name, rank, token) for rank in range(2)]
+            assert [torch.load(tmp_path / folder / file)["rank"] for file in files] == [0, 1]
+            expected |= {*files}
+        assert {path.name for path in (tmp_path / folder).iterdir()} == expected
 
 
 def test_each_rank_has_its_own_loss_scale_in_local_training_and_keeps_it(resumed):

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp import CustomDDPStrategy
+from lightning_ddp import CustomDDPStrategy, PeerFailure
 
 warnings.filterwarnings("ignore", message=".*does not have many workers")
 warnings.filterwarnings("ignore", message=".*exists and is not empty")
@@ -79,6 +80,24 @@ class Overflowing(Network):
         return loss * float("inf") if overflows else loss
 
 
+class Failing(Network):
+    """Rank 1 alone raises an error in the fourth step."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        if self.global_rank == 1 and self.trainer.global_step == 3:
+            raise ValueError("of rank 1")
+        return super().training_step(batch)
+
+
+class Logging(Network):
+    """Logs a value in each epoch, by which the ranks rank the epochs differently, as `v`."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        value = ((1.0, 2.0, 0.0), (2.0, 1.0, 0.0))[self.global_rank][self.current_epoch]
+        self.log("v", value, on_step=False, on_epoch=True)
+        return super().training_step(batch)
+
+
 class Spread(Callback):
     """Notes after each batch how far the ranks' parameters are apart."""
 
@@ -120,9 +139,10 @@ def overwriting(folder: Path, plugins: list[Any]) -> dict[str, Any]:
 
 
 def fit(model: Network, strategy: Any, epochs: int, folder: Path, resume: Path | None = None, **options: Any):
-    checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, every_n_epochs=1)
+    every_epoch = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, every_n_epochs=1)
+    checkpoints = options.pop("checkpoints", [every_epoch])
     if options.pop("is_overwritten", False):
-        checkpoint = ModelCheckpoint(folder, "last", every_n_epochs=1, enable_version_counter=False)
+        checkpoints = [ModelCheckpoint(folder, "last", every_n_epochs=1, enable_version_counter=False)]
     spread = Spread()
     trainer = pl.Trainer(
         strategy=strategy,
@@ -130,7 +150,7 @@ def fit(model: Network, strategy: Any, epochs: int, folder: Path, resume: Path |
         devices=2,
         max_epochs=epochs,
         logger=False,
-        callbacks=[checkpoint, spread],
+        callbacks=[*checkpoints, spread],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -160,6 +180,26 @@ def train(
     options = {"accumulate_grad_batches": accumulate, **options_of(kind)}
     trainer, spread = fit(model, CustomDDPStrategy(**arguments), 2, folder, **options)
     return result(model, spread) | {"scaler": trainer.precision_plugin.state_dict()}
+
+
+def logged(folder: Path) -> dict[str, Any]:
+    """A run of three epochs whose ranks differ in the names of checkpoints, and in which one to remove."""
+    named = ModelCheckpoint(folder / "named", "{epoch}-{v:.0f}", save_top_k=-1)
+    best = ModelCheckpoint(folder / "best", monitor="v", save_top_k=2)
+    model = built(Logging)
+    _, spread = fit(model, CustomDDPStrategy(**RESUMED["sign"]), 3, folder, checkpoints=[named, best])
+    return result(model, spread)
+
+
+def validated_after_failure(folder: Path) -> dict[str, Any]:
+    """A validation by the Trainer whose fit has failed on rank 1, one or two steps into local training."""
+    model = built(Failing)
+    averaging = {"name": "post_local_sgd", "start_step": 2, "period": 8}
+    with suppress(ValueError, PeerFailure):
+        fit(model, CustomDDPStrategy(model_averaging=averaging, emergency_checkpoint=False), 1, folder)
+    fitted = model.layers[0].weight.detach().clone()
+    model.trainer.validate(model, DataLoader(loader().dataset, batch_size=16), verbose=False)
+    return {"fitted": fitted, "validated": torch.stack(model.validated)}
 
 
 def options_of(kind: type[Network]) -> dict[str, Any]:
@@ -195,6 +235,10 @@ def main() -> None:
         answer = overwriting(folder, [Killed(sys.argv[3])])
     elif case == "continued":
         answer = overwriting(folder, [AsyncCheckpointIO()] if "async" in sys.argv else [])
+    elif case == "logged":
+        answer = logged(folder)
+    elif case == "failed":
+        answer = validated_after_failure(folder)
     else:
         raise SystemExit(f"no case {case!r}")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
