@@ -390,7 +390,10 @@ class Joining:
 
 
 class ScriptRun:
-    """Supervision of a script as one run until its end, for Fabric, which has no loop of its own."""
+    """Supervision of a script as one run until its end, for Fabric, which has no loop of its own.
+
+    In a job of Hydra that starts the ranks, the run ends with the job.
+    """
 
     def __init__(self, control: FailureHandler) -> None:
         self._control = control
@@ -398,19 +401,45 @@ class ScriptRun:
 
     def begin(self) -> None:
         """Start to supervise the script, by an exception hook and an exit handler, unless it has begun."""
-        running = getattr(sys.excepthook, "__self__", None)
-        if isinstance(running, ScriptRun) and running._control is self._control:
+        if self._control.end_script is not None:
             return
+        self._control.end_script = self.finish
         self._control.enter("the script")
         sys.excepthook = self._raised
         atexit.register(self._end)
 
     def _raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        self._control.alarm.silence()
-        failure = None if self._control.is_over else self._control.end(error)
-        if failure is not None:
-            kind, error = type(failure), failure.with_traceback(trace)
+        if self._control.end_script is not None:  # else a hook of the script calls this one too late
+            self._control.alarm.silence()
+            failure = None if self._control.is_over else self._control.end(error)
+            if failure is not None:
+                kind, error = type(failure), failure.with_traceback(trace)
         self._hook_before(kind, error, trace)
+
+    def finish(self, error: BaseException | None) -> BaseException | None:
+        """End this run before the process ends, and return the error that ends it, or None.
+
+        Waits until all ranks have ended it, unless there is an `error`. Does nothing at a second call.
+        """
+        control = self._control
+        if control.end_script is None:
+            return error
+        control.end_script = None
+        try:
+            atexit.unregister(self._end)
+            if sys.excepthook == self._raised:
+                sys.excepthook = self._hook_before
+            if error is None and not control.is_ending:
+                control.leave_together()
+            control.alarm.silence()
+        except BaseException as raised:  # noqa: BLE001 (the job of Hydra fails with it)
+            control.alarm.silence()
+            error = raised if error is None else error
+        if error is not None and not control.is_over:
+            failure = control.end(error)
+            error = error if failure is None else failure.with_traceback(error.__traceback__)
+        control.leave()
+        return error
 
     def _end(self) -> None:
         """Wait until all ranks have come to the end of the script, unless this one has failed."""
@@ -469,6 +498,8 @@ def end_job(error: BaseException | None) -> BaseException | None:
     ended = _context
     if ended is None or ended.is_inherited or not ended.children.are_of_this_process:
         return error
+    if ended.control.end_script is not None:  # else the children, which wait for its end, would be killed
+        error = ended.control.end_script(error)
     failure = ended.end(error)
     _context, ended = JobContext(ended), None
     atexit.unregister(show_report)
