@@ -27,7 +27,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
 
     Subclass of Fabric's `DDPStrategy`. Each model of `fabric.setup` has its own hook, and its own averager
     over the optimizers that are set up with it. The run lasts from `fabric.launch()` to the end of the
-    script: if one rank fails in it, all ranks end.
+    script, or of the Hydra job that starts the ranks: if one rank fails in it, all ranks end.
 
     Args:
         accelerator: Set by Fabric, as are `parallel_devices`, `precision` and `checkpoint_io`.

@@ -181,6 +181,45 @@ def test_a_job_that_submitit_runs_in_a_process_of_its_own_starts_its_ranks(
     assert found == {f"{job}/trained-{rank}": f"{x} of 2" for job, x in jobs for rank in (0, 1)}
 
 
+WITH_FABRIC = """
+from pathlib import Path
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning_fabric import Fabric
+import lightning_ddp
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(cfg):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="custom_ddp")
+    fabric.launch()
+    total = fabric.all_reduce(torch.tensor(cfg.x + fabric.global_rank), reduce_op="sum")
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    (folder / f"sum-{fabric.global_rank}").write_text(str(int(total)))
+    fabric.barrier()
+    if fabric.global_rank == cfg.x - 2:
+        raise ValueError(f"no rank likes {cfg.x}")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(("xs", "fails"), [("0,1", False), pytest.param("1,2", True, marks=pytest.mark.slow)])
+def test_the_run_of_fabric_ends_with_the_job_of_a_sweep(tmp_path, xs, fails) -> None:
+    """Or else each process would wait for the other one: the child at its end, the launching one after it."""
+    (tmp_path / "app.py").write_text(WITH_FABRIC)
+    args = ["-m", f"+x={xs}", "hydra.sweep.dir=sweep"]
+    result = run_script(tmp_path / "app.py", args, timeout_s=DEADLINE_S, cwd=tmp_path)
+    context = f"{result.stdout}\n{result.stderr}"
+    assert result.returncode == int(fails), context
+    assert "was killed" not in result.stderr, context
+    assert ("ValueError: no rank likes 2" in result.stderr) == fails, context
+    for number, x in enumerate(map(int, xs.split(","))):
+        folder = tmp_path / "sweep" / str(number)
+        assert [(folder / f"sum-{rank}").read_text() for rank in range(2)] == [str(2 * x + 1)] * 2, context
+
+
 @starts
 def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(tmp_path, launcher) -> None:
     run = Run(

@@ -21,6 +21,7 @@ from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.rendezvous import join_default_group, meet, meet_at_file
 
 CPU = torch.device("cpu")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
@@ -146,6 +147,40 @@ def joined_by_the_strategy(rank, world_size, kind, place):
 def test_processes_of_another_launcher_meet_where_the_user_says(kind, tmp_path) -> None:
     place = str(tmp_path / "store") if kind == "store" else f"tcp://127.0.0.1:{free_port()}"
     assert run_ranks(joined_by_the_strategy, 2, kind, place, process_group=False) == [3.0, 3.0]
+
+
+DESTROYED = f"""{TRAINS}
+from pathlib import Path
+import torch.distributed as dist
+
+strategy = lightning_ddp.CustomDDPStrategy(timeout=60)
+ours, model = trainer(strategy, max_steps=1, num_sanity_val_steps=0, limit_val_batches=1), BoringModel()
+ours.fit(model)
+rank, make = dist.get_rank(), dist.init_process_group
+for number in range(2):
+    dist.destroy_process_group()
+    begun = Path(sys.argv[1], str(number))
+    if rank == 0:
+        dist.init_process_group = lambda *args, **kwargs: (begun.touch(), make(*args, **kwargs))
+    else:  # it comes when rank 0 has looked for its address already
+        deadline = time.monotonic() + 60
+        while not begun.exists():
+            assert time.monotonic() < deadline, "rank 0 has not come"
+            time.sleep(0.01)
+    ours.validate(model, verbose=False)
+    total = strategy.reduce(torch.tensor(rank + 1.0), reduce_op="sum")
+    os.write(1, f"rank {{rank}}, group {{number}}: {{total:g}}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["own", "torchrun"]
+)
+def test_a_script_may_destroy_the_group_between_two_runs(launcher, tmp_path) -> None:
+    """The rank that comes first to the next run must not find the addresses of the destroyed group."""
+    result = run_script(DESTROYED, [str(tmp_path)], launcher=launcher).check()
+    lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+    assert lines == [f"rank {rank}, group {number}: 3" for rank in range(2) for number in range(2)]
 
 
 # ---------------------------------------------------------------------- the network interface

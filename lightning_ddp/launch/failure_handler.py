@@ -84,6 +84,8 @@ class FailureHandler:
         self.inspector = DesyncReporter(self.interrupt, self._position)
         self.save_last: Callable[[], str | None] | None = None
         """Function that saves a checkpoint where a failure ends a fit, and returns its path."""
+        self.end_script: Callable[[BaseException | None], BaseException | None] | None = None
+        """Function that ends, with an error or None, a run as long as the script; None without such a run."""
         self._pid = os.getpid()
         self._state = _State.IDLE
         self._depth = 0  # number of runs within each other

@@ -73,6 +73,9 @@ class JobContext:
         if before is not None and not before.is_inherited:
             self.rendezvous = before.rendezvous
         self.store: Any = None  # store from which this process made its process group
+        self.num_groups = (
+            0  # number of default groups since the start or a failure: the script may destroy them
+        )
         self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
         self._goes_on = False  # True if the job continues without ranks that it loses
         self.control: FailureHandler = FailureHandler(self.children)  # supervision of the present generation
@@ -182,6 +185,7 @@ class JobContext:
         self.control.restore_handlers()
         self.control = FailureHandler(self.children)
         self.num_failed += 1
+        self.num_groups = 0
         ended = self.children.first_failure()
         if ended is not None:  # a child that will not come
             self.control.child_ended(ended)
@@ -272,7 +276,11 @@ class Joining:
         """Return the default process group; create it, by joining the job, if there is none. Collective."""
         context = self.context
         group = existing_group(1 if context.is_joining else self._world_size)
-        if group is None:
+        if group is None and context.num_groups > 0 and self._world_size > 1:
+            # the script has destroyed the group, while store and control channel are still there
+            context.control.interrupt.check()
+            context.control.interrupt.activity.forget_groups()
+        elif group is None:
             if context.rendezvous.where is not None:
                 jobs().open_store = partial(run_store, context.rendezvous.where)
             # the control channel is found through the launcher's store: a failure to meet ends all ranks
@@ -284,7 +292,7 @@ class Joining:
         elif context.store is None and self._world_size > 1:  # something else, as Ray, has made the group
             store = dist.PrefixStore("lightning_ddp", default_store())
             self._connect(store)
-            context.store = store
+            context.store, context.num_groups = store, 1
         if context.store is not None and not self._has_launcher and self._world_size > 1:
             with waiting(self.environment, lambda: FIRST_JOB):
                 share_job(context.store, rank=self._rank)
@@ -359,14 +367,18 @@ class Joining:
         rank, world_size, store, timeout = self._rank, self._world_size, self.context.store, self.timeout
         if self.context.is_joining:
             rank, world_size, store = 0, 1, dist.HashStore()
+        elif self.context.num_groups > 0:  # the store has the addresses of the destroyed group
+            store = dist.PrefixStore(f"again{self.context.num_groups}", store)
         is_watched = self.context.control.watch is not None
         if timeout is not None and uses_nccl(self.backend) and is_watched:
             # this package reports first what is late; NCCL's watchdog, which ends the process, is the last
             timeout += timedelta(seconds=self.settings.failure_grace_s)
         with waiting(self.environment, lambda: f"the process group ({self.backend}) of {world_size} ranks"):
-            return join_default_group(
+            group = join_default_group(
                 self.backend, store, rank=rank, world_size=world_size, timeout=timeout, device=self.device
             )
+        self.context.num_groups += 1
+        return group
 
     @property
     def _rank(self) -> int:
@@ -390,7 +402,10 @@ class Joining:
 
 
 class ScriptRun:
-    """Supervision of a script as one run until its end, for Fabric, which has no loop of its own."""
+    """Supervision of a script as one run until its end, for Fabric, which has no loop of its own.
+
+    In a job of Hydra that starts the ranks, the run ends with the job.
+    """
 
     def __init__(self, control: FailureHandler) -> None:
         self._control = control
@@ -398,19 +413,45 @@ class ScriptRun:
 
     def begin(self) -> None:
         """Start to supervise the script, by an exception hook and an exit handler, unless it has begun."""
-        running = getattr(sys.excepthook, "__self__", None)
-        if isinstance(running, ScriptRun) and running._control is self._control:
+        if self._control.end_script is not None:
             return
+        self._control.end_script = self.finish
         self._control.enter("the script")
         sys.excepthook = self._raised
         atexit.register(self._end)
 
     def _raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        self._control.alarm.silence()
-        failure = None if self._control.is_over else self._control.end(error)
-        if failure is not None:
-            kind, error = type(failure), failure.with_traceback(trace)
+        if self._control.end_script is not None:  # else a hook of the script calls this one too late
+            self._control.alarm.silence()
+            failure = None if self._control.is_over else self._control.end(error)
+            if failure is not None:
+                kind, error = type(failure), failure.with_traceback(trace)
         self._hook_before(kind, error, trace)
+
+    def finish(self, error: BaseException | None) -> BaseException | None:
+        """End this run before the process ends, and return the error that ends it, or None.
+
+        Waits until all ranks have ended it, unless there is an `error`. Does nothing at a second call.
+        """
+        control = self._control
+        if control.end_script is None:
+            return error
+        control.end_script = None
+        try:
+            atexit.unregister(self._end)
+            if sys.excepthook == self._raised:
+                sys.excepthook = self._hook_before
+            if error is None and not control.is_ending:
+                control.leave_together()
+            control.alarm.silence()
+        except BaseException as raised:  # noqa: BLE001 (the job of Hydra fails with it)
+            control.alarm.silence()
+            error = raised if error is None else error
+        if error is not None and not control.is_over:
+            failure = control.end(error)
+            error = error if failure is None else failure.with_traceback(error.__traceback__)
+        control.leave()
+        return error
 
     def _end(self) -> None:
         """Wait until all ranks have come to the end of the script, unless this one has failed."""
@@ -469,6 +510,8 @@ def end_job(error: BaseException | None) -> BaseException | None:
     ended = _context
     if ended is None or ended.is_inherited or not ended.children.are_of_this_process:
         return error
+    if ended.control.end_script is not None:  # else the children, which wait for its end, would be killed
+        error = ended.control.end_script(error)
     failure = ended.end(error)
     _context, ended = JobContext(ended), None
     atexit.unregister(show_report)
