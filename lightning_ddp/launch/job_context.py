@@ -73,9 +73,7 @@ class JobContext:
         if before is not None and not before.is_inherited:
             self.rendezvous = before.rendezvous
         self.store: Any = None  # store from which this process made its process group
-        self.num_groups = (
-            0  # number of default groups since the start or a failure: the script may destroy them
-        )
+        self.num_groups = 0  # of default groups since the start or a failure: the script may destroy them
         self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
         self._goes_on = False  # True if the job continues without ranks that it loses
         self.control: FailureHandler = FailureHandler(self.children)  # supervision of the present generation
