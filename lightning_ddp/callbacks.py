@@ -33,6 +33,7 @@ __all__ = ["CommunicationMonitor", "WorldChange"]
 _log = logging.getLogger("lightning_ddp")
 _TOPIC = "slack"
 _MOST_WINDOWS = 8
+_MOST_STEPS = 5000  # their numbers, of up to 11 digits, fit into one message of 60 KiB
 _MOST_LOGGED_RANKS = 16
 _NS_PER_US = 1_000
 _NS_PER_MS = 1_000_000
@@ -54,7 +55,7 @@ class CommunicationMonitor(Callback):
     lateness. Steps without synchronization (`accumulate_grad_batches`, local training) are not counted.
 
     Args:
-        every_n_steps: Number of steps in an interval; the same on all ranks.
+        every_n_steps: Number of steps in an interval, at most 5000; the same on all ranks.
         straggler_patience: Number of consecutive late steps after which rank 0 warns about a rank; it warns
             again whenever this number has doubled.
         straggler_threshold: Delay after the median rank, as a fraction of a step, from which a rank counts as
@@ -79,6 +80,11 @@ class CommunicationMonitor(Callback):
         for name, value in (("every_n_steps", every_n_steps), ("straggler_patience", straggler_patience)):
             if value < 1:
                 raise ConfigurationError(f"{name}={value}: expected a number of steps from 1")
+        if every_n_steps > _MOST_STEPS:
+            raise ConfigurationError(
+                f"every_n_steps={every_n_steps}: expected at most {_MOST_STEPS}, as the ranks exchange a"
+                " number for each step of an interval in one message"
+            )
         if not straggler_threshold > 0:
             raise ConfigurationError(
                 f"straggler_threshold={straggler_threshold}: expected a fraction of a step above 0"

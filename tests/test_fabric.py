@@ -89,6 +89,29 @@ def test_every_launcher_and_namespace_gives_these_weights(trained, tmp_path, nam
     assert differing(ours["saved"], results_of(trained, "ddp")[0]["saved"]) == []
 
 
+RETURNS = """
+import sys
+import torch
+import lightning_ddp
+from lightning_fabric import Fabric
+
+def work(fabric):
+    return bytes(300_000), torch.full((2,), fabric.world_size)
+
+if __name__ == "__main__":
+    data, sizes = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1]).launch(work)
+    print(len(data), sizes.tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", ["custom_ddp_fork", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)]
+)
+def test_a_function_returns_more_than_a_pipe_holds_and_tensors(strategy):
+    result = run_script(RETURNS, [strategy], timeout_s=60.0).check()
+    assert result.stdout.splitlines()[-1] == "300000 [2, 2]"
+
+
 @pytest.mark.parametrize("name", ["custom_ddp", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_anywhere_in_the_script_ends_all_with_its_report(tmp_path, name):
     result = run("lightning_fabric", tmp_path, f"{name}:raise")

@@ -21,6 +21,7 @@ from lightning_ddp import BucketedDDP
 from lightning_ddp.__main__ import main
 from lightning_ddp.callbacks import CommunicationMonitor, summarize
 from lightning_ddp.errors import ConfigurationError
+from lightning_ddp.supervise.protocol import LIMIT_BYTES, SendValue, pack
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
 from lightning_ddp.telemetry.timeline import (
     Change,
@@ -417,6 +418,7 @@ def test_the_command_writes_trace_and_picture_of_a_folder(tmp_path: Path, capsys
     ("arguments", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps=0: expected a number of steps from 1"),
+        ({"every_n_steps": 5001}, "every_n_steps=5001: expected at most 5000"),
         ({"straggler_patience": -1}, "straggler_patience=-1: expected"),
         ({"straggler_threshold": 0.0}, "straggler_threshold=0.0: expected a fraction of a step above 0"),
     ],
@@ -424,6 +426,12 @@ def test_the_command_writes_trace_and_picture_of_a_folder(tmp_path: Path, capsys
 def test_numbers_out_of_range(arguments, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         CommunicationMonitor(**arguments)
+
+
+def test_the_numbers_of_the_longest_interval_fit_into_one_message() -> None:
+    every_n_steps = CommunicationMonitor(every_n_steps=5000).every_n_steps
+    value = {"first": 10**9, "us": [10**11 - 1] * every_n_steps, "host": "h" * 80}
+    assert len(pack(SendValue(0, "slack", value))) < 60 * 1024 < LIMIT_BYTES
 
 
 def test_another_strategy_is_refused() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import user_script
-from harness import RUN, RunningScript, free_port, run_script, start_script
+from harness import RUN, TRAINS, RunningScript, free_port, run_script, start_script
 from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.launch.step_stop import PREEMPTED
@@ -101,6 +101,38 @@ def test_sigterm_to_a_rank_that_is_a_function_ends_the_script_as_it_does_elsewhe
     assert [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)] == ["SIGTERMException"] * 2
     assert "trained-0" not in notes, "stopped before the end"
     assert "PeerFailure" not in result.stderr
+
+
+FITS_TWICE = f"""{TRAINS}
+class Stopped(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if (self.trainer.global_step, self.global_rank) == (1, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+def note(number, frame):
+    os.write(1, b"heard\\n")
+
+def pass_on(number, frame):
+    note(number, frame)
+    ours(number, frame)
+
+trainer(max_steps=1).fit(BoringModel())
+ours = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, {{"default": signal.SIG_DFL, "own": note, "passes on": pass_on}}[sys.argv[1]])
+trainer(max_steps=2000).fit(Stopped())
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "times"),
+    [("default", 0), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("own", "passes on"))],
+)
+def test_sigterm_stops_a_second_fit_whichever_handler_the_script_has_set_before_it(handler, times) -> None:
+    result = run_script(FITS_TWICE, [handler], timeout_s=TIMEOUT_S)
+    assert result.returncode == PREEMPTED, result.stderr
+    assert result.stdout.count("heard\n") == times
+    assert "second SIGTERM" not in result.stderr
 
 
 def test_a_second_sigterm_ends_the_process_at_once(tmp_path) -> None:

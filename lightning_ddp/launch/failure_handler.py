@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
@@ -96,8 +97,8 @@ class FailureHandler:
         self._parent_pid: int | None = None
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
-        self._handlers_before: dict[int, Any] = {}
-        """Handlers of the signals that stop all ranks, before this process handled them."""
+        self._handlers: dict[int, partial[None]] = {}
+        """Handlers of the signals that stop all ranks, each with the one that it has replaced."""
         self._num_signals = 0
 
     # ------------------------------------------------------------------ what is known
@@ -351,22 +352,32 @@ class FailureHandler:
         return passage
 
     def handle_stop_signals(self) -> None:
-        """Install, in the main thread, handlers of signals that stop all ranks at a step boundary."""
+        """Install, in the main thread, handlers of signals that stop all ranks at a step boundary.
+
+        In each run that is not within another one, as the script may have set handlers since the last run.
+        """
         is_main = threading.current_thread() is threading.main_thread()
-        if self.watch is not None and is_main and not self._handlers_before:
-            preemption = self._settings.preemption
-            for number in {signal.SIGTERM, *([] if preemption is None else [preemption.number])}:
-                self._handlers_before[number] = signal.signal(number, self._on_signal)
+        is_within_another = self._depth > 1 and self._handlers
+        if self.watch is None or not is_main or is_within_another:
+            return
+        preemption = self._settings.preemption
+        for number in {signal.SIGTERM, *([] if preemption is None else [preemption.number])}:
+            previous: Any = signal.getsignal(number)
+            if number not in self._handlers or previous is not self._handlers[number]:
+                self._handlers[number] = partial(self._on_signal, previous)
+                signal.signal(number, self._handlers[number])
 
     def restore_sigterm(self) -> None:
         """Restore the handlers that `handle_stop_signals` replaced, except where its own is no longer set."""
-        for number, previous in self._handlers_before.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, previous or signal.SIG_DFL)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, handler.args[0] or signal.SIG_DFL)
 
-    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Ask for a stop at a step boundary; exit on a second signal; between runs call the old handler."""
-        previous = self._handlers_before.get(number)
+    def _on_signal(self, previous: Any, number: int, frame: types.FrameType | None) -> None:
+        """Ask for a stop at a step boundary; exit on a second signal; between runs call the old handler.
+
+        Also called by a handler of the script that was set over this one, and that a later one has replaced.
+        """
         is_between_runs = self._depth == 0 and self.inspector.num_runs > 0
         if self.is_inherited or (is_between_runs and not self.is_over and not self.has_left):
             if callable(previous) and not self.is_inherited:
@@ -377,13 +388,14 @@ class FailureHandler:
             return
         if self.watch is None or self.is_ending or self.has_left:
             return
-        self._num_signals += 1
-        if self._num_signals > 1:
-            name = signal.Signals(number).name
-            os.write(2, f"lightning_ddp: rank {self.watch.identity.rank}: second {name}, ending\n".encode())
-            sys.stdout.flush()
-            os._exit(128 + number)
-        self.watch.ask(self._requested_by(int(number)))
+        if previous is self._handlers[number].args[0]:  # else the later one has asked
+            self._num_signals += 1
+            if self._num_signals > 1:
+                name, rank = signal.Signals(number).name, self.watch.identity.rank
+                os.write(2, f"lightning_ddp: rank {rank}: second {name}, ending\n".encode())
+                sys.stdout.flush()
+                os._exit(128 + number)
+            self.watch.ask(self._requested_by(int(number)))
         if callable(previous):
             previous(number, frame)
 

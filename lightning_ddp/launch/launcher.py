@@ -7,6 +7,7 @@ continue without some of them; then torch says how one has failed.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -290,6 +291,30 @@ def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes
 # ---------------------------------------------------------------------- functions
 
 
+class _Result:
+    """Result of the processes, in a file, which has the interface of a queue.
+
+    A pipe blocks the process that fills it, while the launching one reads only after all have exited. What is
+    in a file is whole, and needs no living process: a tensor is pickled by value.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def put(self, result: Any) -> None:
+        part = self._path.with_suffix(f".{os.getpid()}")
+        with part.open("wb") as file:
+            pickle.dump(result, file)
+        part.replace(self._path)
+
+    def empty(self) -> bool:
+        return not self._path.exists()
+
+    def get(self) -> Any:
+        with self._path.open("rb") as file:
+            return pickle.load(file)
+
+
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
     """Launcher that runs a function in N processes by spawn, fork or forkserver, and only waits itself."""
 
@@ -402,7 +427,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
 
     def _run_processes(self, server: ControlServer | None, *arguments: Any) -> Any:
         """Start the processes and wait for them; return the result that one of them has sent."""
-        results = mp.get_context(self._made_by).SimpleQueue()
+        results = _Result(Path(self._scratch, "result"))
         globals_of_torch = [capture_globals()] if self._made_by == "spawn" else []
         started = mp.start_processes(
             self._wrapping_function,
@@ -421,7 +446,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
                 Path(path).unlink(missing_ok=True)
         return results.get()
 
-    def _wait(self, server: ControlServer, results: Any) -> bool:
+    def _wait(self, server: ControlServer, results: _Result) -> bool:
         """Wait until all processes have exited with 0 (then True), or one has failed and it is known why.
 
         One that ends well before all ranks have connected has failed, as the others wait for it. The server
