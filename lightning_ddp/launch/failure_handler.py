@@ -370,7 +370,8 @@ class FailureHandler:
     def restore_sigterm(self) -> None:
         """Restore the handlers that `handle_stop_signals` replaced, except where its own is no longer set."""
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) is handler:
+            present: Any = signal.getsignal(number)
+            if present is handler:
                 signal.signal(number, handler.args[0] or signal.SIG_DFL)
 
     def _on_signal(self, previous: Any, number: int, frame: types.FrameType | None) -> None:
