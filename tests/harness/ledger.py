@@ -90,8 +90,10 @@ class Ledger:
 
     def __init__(self, folder: Path, output: str = "") -> None:
         self.folder, self.output = folder, output
-        lines = [line for path in sorted(folder.glob("ledger-*")) for line in path.read_text().splitlines()]
-        self.entries: list[Entry] = list(map(json.loads, lines))
+        texts = [path.read_text() for path in sorted(folder.glob("ledger-*"))]
+        lines = [line for text in texts for line in text.splitlines(keepends=True)]
+        whole = [line for line in lines if line.endswith("\n")]  # a process may be writing the last one
+        self.entries: list[Entry] = list(map(json.loads, whole))
         latest: dict[int, int] = defaultdict(int)
         for entry in self.of("commits"):
             latest[entry["step"]] = max(latest[entry["step"]], entry["generation"])
