@@ -435,6 +435,7 @@ class Process:
                 self.post(
                     protocol.Failed(FailureRecord.of_identity(self.identity, "not all ranks have arrived"))
                 )
+                self._decline("cannot continue: not all ranks have arrived")  # as `FailureHandler.end` does
                 yield from self._wait_beyond_calls(lambda: self.cause is not None, CALL_WITHIN_S)
                 raise RunFailed
             yield from self._collective("set-up", range(self.world.plan.num_ranks))
