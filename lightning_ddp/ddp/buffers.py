@@ -94,7 +94,7 @@ class Buffers:
             is_dense = tensor.is_contiguous() and tensor.numel()
             (dense.setdefault(tensor.device, []) if is_dense else self._others).append(tensor)
         self._packs: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
-        """Of each device a tensor for one broadcast, the bytes of the buffers, and their places in it."""
+        """A tensor for one broadcast per device, with the bytes of the buffers and their places in it."""
         for tensors in dense.values():
             views = [t.detach().view(-1).view(torch.uint8) for t in tensors]
             sizes = [v.numel() for v in views]

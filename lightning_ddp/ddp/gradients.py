@@ -103,7 +103,7 @@ class Gradients:
         """Number of gradients that each parameter gets in one backward, if it gets any."""
         self._usual = [Expected.YES] * len(self._params)
         self.expected = self._usual
-        """For each parameter, what the next or running backward gives it."""
+        """Expectation of each parameter in the next or running backward."""
         self.unsynced: set[int] = set()
         """Parameters that got a gradient in a backward without synchronization."""
         self._settled: list[int] | None = None  # final sums of a static graph, once all ranks contributed

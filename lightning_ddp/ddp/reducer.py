@@ -77,8 +77,7 @@ class Reducer:
         self._backward: BackwardState | None = None
         self._before_finish = before_finish
         self.after_bucket: Callable[[Bucket], None] | None = None
-        """Called with each bucket once its means are in `.grad`, where all are present while later buckets
-        are being reduced."""
+        """Function that takes each bucket once its means are in `.grad`; later ones may still be reduced."""
         self.futures: list[Any] = []
         """Futures of buffer hooks; awaited at the end of the next synchronized backward."""
         self.recorder = StepRecorder(device)

@@ -42,7 +42,7 @@ class Part:
     """Factor by which the loss, and so the gradients, are scaled; a device tensor if the host does not have
     the value."""
     present: tuple[bool, ...] = ()
-    """For each parameter, True if at least one rank has a gradient. The same on all ranks."""
+    """True for each parameter of which at least one rank has a gradient. The same on all ranks."""
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """Gradient divided by the loss scale (1-D), in float32, or in float64 for float64 gradients."""
 
