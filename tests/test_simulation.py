@@ -38,6 +38,18 @@ def test_histories(seeds) -> None:
     assert failures_of(seeds) == []
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(627100, id="a node is back twice, with the process ids of before"),
+        pytest.param(757045, id="a new process has the id of one whose end is not known"),
+        pytest.param(767916, id="a rank is stopped, and another dies, as all are to stop"),
+    ],
+)
+def test_a_history_that_failed(seed) -> None:
+    assert failures_of([seed]) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("half", [0, 1])
 def test_histories_of_a_range(half, request) -> None:

@@ -110,6 +110,7 @@ class JobState:
         if not may_come or place >= roster.num_places or (place, who.start) in roster.ended_early:
             raise ProtocolError(f"there is no place for rank {place}")
         if who.start == 0:
+            self._slots[place].num_started += 1
             who = replace(who, start=self._slots[place].num_started)
         process = roster.add(who, now, is_launcher=is_launcher)
         self._touched[process] = None
@@ -178,7 +179,7 @@ class JobState:
     def stop(self, wish: Wish, now: float) -> None:
         """Plan that all ranks stop at one step boundary, for a signal; later calls change nothing."""
         if self.stopping is None and any(process.is_active for process in self.roster.remaining):
-            self.stopping, self._stops_by, self._leaves_at = wish, now + self._grace_s, None
+            self.stopping, self._leaves_at = wish, None
 
     def disconnected(self, process: Process, now: float) -> None:
         """Record that a connection has closed. If a training rank is lost by it, the caller calls `lose`."""
@@ -275,7 +276,8 @@ class JobState:
     # ------------------------------------------------------------------ what is due
 
     def deadline(self, now: float) -> float | None:
-        found = [self._orders.deadline(), min(self._ending.values(), default=None), self._stops_by]
+        stops_by = self._stops_by if not self.is_pending else None
+        found = [self._orders.deadline(), min(self._ending.values(), default=None), stops_by]
         match self.phase:
             case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
                 found.append(self._leaves_at)
@@ -338,6 +340,8 @@ class JobState:
 
     def _enter(self, phase: JobPhase, now: float) -> None:
         self._orders.begin(phase, self.roster.remaining, now)
+        is_stop = self.stopping is not None and phase in (JobPhase.HOLDING, JobPhase.STOPPING)
+        self._stops_by = now + self._grace_s if is_stop else None
 
     def _resume(self, now: float) -> None:
         self._enter(JobPhase.SHORT if self._is_short(self.roster.remaining) else JobPhase.RUNNING, now)
@@ -470,7 +474,13 @@ class JobState:
 
     def _lose_late(self, now: float) -> None:
         """Remove ranks that ignore an order for too long; fail the job if they do not stop for a signal."""
-        if self._stops_by is not None and now >= self._stops_by:
+        for process in self._orders.late(now):
+            if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
+                self._remove(process)
+                continue
+            message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
+            self.lose(process, process.failure(message), now, has_ended=False)
+        if self._stops_by is not None and now >= self._stops_by and not self.is_pending:
             self._stops_by = None
             late = [process for process in self.roster.remaining if process.is_active]
             if late:
@@ -480,12 +490,6 @@ class JobState:
                     f" boundary within failure_grace_s={self._grace_s:g} s"
                 )
                 self._actions.append(Accuse(late[0].failure(message)))
-        for process in self._orders.late(now):
-            if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
-                self._remove(process)
-                continue
-            message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
-            self.lose(process, process.failure(message), now, has_ended=False)
 
     # ------------------------------------------------------------------ who joins and leaves
 

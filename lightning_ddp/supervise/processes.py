@@ -110,8 +110,8 @@ class Roster:
         self.outside: dict[int, Process] = {}  # those that belong to no generation, by their numbers
         self.nodes: dict[int, int] = {}  # place -> its node
         self.ended_early: set[tuple[int, int | None]] = set()  # place and start: ended before they connected
-        self._known: dict[tuple[int | None, int | None], Process] = {}
-        """Node and process id -> the last process that had them, also if it is gone."""
+        self._known: defaultdict[tuple[int | None, int | None], list[Process]] = defaultdict(list)
+        """Node and process id -> the processes that had them, one after another, also if they are gone."""
         self._num_connected = 0
 
     @property
@@ -125,8 +125,13 @@ class Roster:
         return [process for process in self.outside.values() if process.state is ProcessState.STANDING]
 
     def of(self, record: FailureRecord | Identity) -> Process | None:
-        """Return the process with a record's node and process id, as its rank may be outdated, or None."""
-        return self._known.get((record.node_rank, record.pid))
+        """Return the process with a record's node and process id, as its rank may be outdated, or None.
+
+        A node that is back may use ids again: then it is the one with the record's start, or the last.
+        """
+        known = self._known.get((record.node_rank, record.pid), [])
+        last = known[-1] if known else None
+        return next((process for process in known if process.identity.start == record.start), last)
 
     def at(self, place: int) -> list[Process]:
         """Return the living processes of an initial rank: two if its node is back before its loss is seen."""
@@ -153,7 +158,8 @@ class Roster:
             heard_at=now,
             moved_at=now,
         )
-        self._known[who.node_rank, who.pid] = self.living[process.number] = process
+        self._known[who.node_rank, who.pid].append(process)
+        self.living[process.number] = process
         if who.start is None:
             self.nodes[who.rank] = who.node_rank
             self.members.append(process)

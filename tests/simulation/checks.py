@@ -37,8 +37,7 @@ class Checks:
 
     def _lost(self, process: Any, record: FailureRecord, now: float, *, has_ended: bool) -> bool:
         """In the place of `JobState.lose`."""
-        known = self._world.process_of(process.identity)
-        newest = None if known is None else self._world.reports.get(known.pid)
+        newest = self._world.reports.get(self._world.of_job[process].pid)
         has_said = newest is not None and newest.phase is RankPhase.ENDED
         is_lost: bool = self._lose(process, record, now, has_ended=has_ended)
         if is_lost and has_said:

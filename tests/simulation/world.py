@@ -93,6 +93,8 @@ class World:
         self.members_of: dict[int, tuple[int, ...]] = {0: tuple(range(plan.num_ranks))}
         self.peers: dict[int, Peer] = {}
         self._pid_of: dict[Peer, int] = {}
+        self.of_job: dict[Any, Process] = {}
+        """Process as the server knows it -> that process."""
         self._calls: dict[tuple[int, Any], Collective] = {}
         self._offered: dict[int, tuple[list[tuple[int, int]], bool]] = {}
         self._num_exits = 0
@@ -333,6 +335,7 @@ class World:
             self.kernel.note(lambda: f"the server refuses {process}")
             self._hang_up_on_stranger(process, peer)
         else:
+            self.of_job[self.control._process_of[peer]] = process
             if process.is_new:
                 self.occurs("Hello")
         self.server_acts()
