@@ -36,6 +36,7 @@ from lightning_ddp.supervise.processes import (
     Say,
     Send,
     StartProcess,
+    Unexplained,
 )
 from lightning_ddp.supervise.protocol import Hello, Message, ProtocolError
 from lightning_ddp.supervise.rank_state import Passage, RankState
@@ -171,11 +172,12 @@ def test_a_member_that_says_only_that_it_fails_is_told_of_after_a_while() -> Non
     job.rank(1).fail("cannot continue: bad sample")
     job.say(job.member(1))
     job.go()
-    deadline = job.state.deadline(job.now)
-    assert deadline == job.now + 5.0
-    assert job.state.unexplained(deadline - 0.01) == []
-    assert job.state.unexplained(deadline) == [job.member(1)]
-    assert job.state.unexplained(deadline) == []
+    assert job.state.deadline(job.now) == job.now + 5.0
+    job.go(4.99)
+    assert job.done == []
+    job.go(0.01)
+    job.go(1.0)
+    assert job.done == [Unexplained(job.member(1))]
 
 
 def test_a_process_that_is_told_to_end_and_does_not_is_killed_so_that_its_place_is_free() -> None:
@@ -188,9 +190,7 @@ def test_a_process_that_is_told_to_end_and_does_not_is_killed_so_that_its_place_
     job.go(GRACE_S - 0.1)
     assert End(new) not in job.done
     job.go(0.2)
-    assert not job.state.unexplained(job.now)
-    job.go()
-    assert End(new) in job.done
+    assert [action for action in job.done if isinstance(action, Unexplained | End)] == [End(new)]
 
 
 # ---------------------------------------------------------------------- replicas that have parted
@@ -439,6 +439,27 @@ def test_a_rank_without_an_answer_is_lost_as_well_and_known_to_have_ended_before
     job.go()
     assert (job.state.phase, job.new_generation().before) == (JobPhase.RUNNING, (0, 1, 2))
     assert f"it did not stop within failure_grace_s={GRACE_S:g} s" in job.state.history.tell()
+
+
+@pytest.mark.parametrize("phase", [JobPhase.RECOVERING, JobPhase.HOLDING, JobPhase.FORMING, JobPhase.SHORT])
+def test_a_time_in_which_the_whole_job_is_stopped_is_no_silence_of_its_ranks(phase) -> None:
+    """Ctrl-Z stops the server too: when it looks again nobody has had the time to say anything."""
+    job = Job(3, ReplaceSettings(min_world_size=3 if phase is JobPhase.SHORT else 1, wait_s=GRACE_S))
+    job.deaf = {1} if phase in (JobPhase.RECOVERING, JobPhase.HOLDING) else set()
+    job.stuck = {1} if phase is JobPhase.FORMING else set()
+    if phase is JobPhase.HOLDING:
+        job.ask(2, LEAVE)
+        job.go(SETTLE_S)
+    else:
+        job.lose(2)
+    assert job.state.phase is phase
+    members = job.members
+    job.go(GRACE_S - 1.0)
+    job.go(100.0)
+    job.go(GRACE_S - 0.1)
+    assert (job.members, job.state.phase) == (members, phase)
+    job.go(0.2)
+    assert (job.members, job.state.phase) != (members, phase), "from then on it counts"
 
 
 # ---------------------------------------------------------------------- all stop

@@ -130,6 +130,10 @@ def knows_process_ids_alone(self, whole, record, now):
     return whole(self, record, now)
 
 
+def takes_sleep_for_silence(self, whole, now):
+    """A time in which all processes were stopped counts as one in which nobody has answered."""
+
+
 DEFECTS = {
     "what was said before an order is its answer": {(Process, "has_heard"): property(lambda self: True)},
     "meets too early": {(JobState, "_enter"): meets_too_early},
@@ -141,6 +145,7 @@ DEFECTS = {
     },
     "forgets ends": {(JobState, "exited"): forgets_ends},
     "knows process ids alone": {(JobState, "exited"): knows_process_ids_alone},
+    "takes sleep for silence": {(JobState, "_restart_limits"): takes_sleep_for_silence},
 }
 """Owner and name of a method -> what is called in its place, with the object and the method itself."""
 

@@ -32,6 +32,7 @@ from lightning_ddp.supervise.processes import (
     Say,
     Send,
     StartProcess,
+    Unexplained,
 )
 from lightning_ddp.supervise.protocol import Message, Outgoing, ProtocolError
 from lightning_ddp.supervise.settings import SupervisionSettings
@@ -262,8 +263,6 @@ class JobControl:
         difference = self._replicas.due(now)
         if difference is not None:
             self._differ(difference)
-        for process in job.unexplained(now):
-            self._failed(process, now)
         self._go_on(now)
         first = self._verdict.decide(now)
         if first is not None:
@@ -334,6 +333,8 @@ class JobControl:
                 self._say(text)
             case Accuse(record):
                 self._verdict.accuse(record)
+            case Unexplained(process):
+                self._failed(process, now)
 
     def _renew(self, now: float) -> None:
         """Reset the desync detector, replica comparison and stall watch when the set of ranks has changed."""

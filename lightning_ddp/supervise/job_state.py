@@ -32,6 +32,7 @@ from lightning_ddp.supervise.processes import (
     Roster,
     Say,
     Slots,
+    Unexplained,
 )
 from lightning_ddp.supervise.protocol import ProtocolError
 from lightning_ddp.supervise.recoveries import Recoveries, new_generation
@@ -41,6 +42,7 @@ SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others b
 _PERIOD_S = 1.0
 _REPORTS_A_S = 128  # of all ranks together while no fact changes: each report costs the server some 50 us
 _EXPLAINED_WITHIN_S = 5.0  # seconds after which the report of a member that it fails is its failure
+_ASLEEP_S = 1.0  # seconds after a deadline at which a first look shows that this very process was stopped
 _MOST_VOIDS = 5
 _MEETS_WITHIN_S = 30.0
 """Seconds in which ranks that are all there fail to connect at least `_MOST_VOIDS` times, until the run ends:
@@ -255,19 +257,6 @@ class JobState:
         self._give_up_if_short(remaining, remaining)
         return True
 
-    def unexplained(self, now: float) -> list[Process]:
-        """Return ranks that only said, 5 s ago, that they fail; plan to kill released ones that are stuck.
-
-        Each is returned once.
-        """
-        due = [process for process, at in self._ending.items() if at <= now]
-        for process in due:
-            del self._ending[process]
-            is_stuck = process.state is ProcessState.RELEASED and process.phase not in OUT
-            if is_stuck and process.node == 0:  # elsewhere its launcher does it
-                self._actions.append(End(process))
-        return [process for process in due if process.is_member]
-
     def gave_up(self, process: Process, why: str) -> None:
         """End the job if its ranks wait in a recovery for this process, which fails."""
         if self.phase in (JobPhase.RECOVERING, JobPhase.FORMING) and process.is_member:
@@ -276,21 +265,26 @@ class JobState:
     # ------------------------------------------------------------------ what is due
 
     def deadline(self, now: float) -> float | None:
-        stops_by = self._stops_by if not self.is_pending else None
-        found = [self._orders.deadline(), min(self._ending.values(), default=None), stops_by]
+        found = self._limits()
         match self.phase:
             case JobPhase.RUNNING if self._leaves_at is not None and self._all_are_active:
                 found.append(self._leaves_at)
-            case JobPhase.SHORT:
-                found.append(self._orders.since + self._wait_s)
             case JobPhase.RECOVERING if not self._orders.awaited and self._is_settled():
                 found.append(self._settles_at)
         if self.phase is not JobPhase.OVER:
             found.append(self._slots.deadline())
         return min((at for at in found if at is not None), default=None)
 
+    def _limits(self) -> list[float | None]:
+        """Return the times until which other processes have to do something."""
+        joins_by = self._orders.since + self._wait_s if self.phase is JobPhase.SHORT else None
+        stops_by = self._stops_by if not self.is_pending else None
+        return [self._orders.deadline(), stops_by, joins_by, *self._ending.values()]
+
     def tick(self, now: float) -> list[Action]:
         """Advance the job and time out late processes; return actions: orders to send, kills, starts."""
+        if any(at is not None and now > at + _ASLEEP_S for at in self._limits()):
+            self._restart_limits(now)
         self._lose_late(now)
         while self._advance(now):
             pass
@@ -301,6 +295,12 @@ class JobState:
             self._actions += self._orders.give(self._template(), touched, self.roster.living.values(), now)
         actions, self._actions = self._actions, []
         return actions
+
+    def _restart_limits(self, now: float) -> None:
+        """Give all the whole time again, as this very process was stopped (Ctrl-Z), and has heard nobody."""
+        self._orders.restart(now)
+        self._stops_by = None if self._stops_by is None else now + self._grace_s
+        self._ending = dict.fromkeys(self._ending, now + self._grace_s)
 
     def _template(self) -> Order:
         task = self.phase.task
@@ -474,6 +474,13 @@ class JobState:
 
     def _lose_late(self, now: float) -> None:
         """Remove ranks that ignore an order for too long; fail the job if they do not stop for a signal."""
+        for process in [process for process, at in self._ending.items() if at <= now]:
+            del self._ending[process]
+            is_stuck = process.state is ProcessState.RELEASED and process.phase not in OUT
+            if process.is_member:
+                self._actions.append(Unexplained(process))
+            elif is_stuck and process.node == 0:  # elsewhere its launcher does it
+                self._actions.append(End(process))
         for process in self._orders.late(now):
             if process.state is ProcessState.CONDEMNED:  # not even the kernel ends it: it runs nothing more
                 self._remove(process)

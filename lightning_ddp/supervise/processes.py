@@ -216,7 +216,12 @@ class Accuse:  # end the job with this failure
     record: FailureRecord
 
 
-Action = Send | End | StartProcess | Say | Accuse
+@dataclass(frozen=True)
+class Unexplained:  # lose this member, or end the job: it has said only that it fails
+    process: Process
+
+
+Action = Send | End | StartProcess | Say | Accuse | Unexplained
 
 
 # ---------------------------------------------------------------------- slots
@@ -364,10 +369,15 @@ class OrderBook:
 
     def begin(self, phase: JobPhase, members: Iterable[Process], now: float) -> None:
         """Set the job's phase, and note which of `members` have to follow an order in it. Does not block."""
-        self.phase, self.since, self._look_at = phase, now, now + self._grace_s
+        self.phase = phase
+        self.restart(now)
         is_of_run = phase in (JobPhase.HOLDING, JobPhase.STOPPING)
         asked = () if phase in _UNANSWERED else members
         self.awaited = {process for process in asked if process.is_active or not is_of_run}
+
+    def restart(self, now: float) -> None:
+        """Make the phase begin now, for all deadlines."""
+        self.since, self._look_at = now, now + self._grace_s
 
     def note(self, process: Process, generation: int) -> None:
         """Update whether the job still waits for a rank to follow the order; `generation` is the job's."""

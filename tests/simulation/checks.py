@@ -46,6 +46,12 @@ class Checks:
             self._struck_in, self._num_waves = self._whole, self._num_waves + 1
         return is_lost
 
+    def sleep(self, seconds: float) -> None:
+        """All processes were stopped for a while, which counts for nobody."""
+        where, since = self._held_up
+        self._held_up = where, since + seconds
+        self._released = {pid: since + seconds for pid, since in self._released.items()}
+
     def look(self) -> None:
         """After each event of the server."""
         job = self._job

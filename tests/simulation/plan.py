@@ -117,6 +117,8 @@ _MOMENTS = {
     ),
 }
 """Style -> after what its faults may come."""
+_PHASES = ("Hold", "Gather", "MeetAfter", "Muster", "Form", "StopAfter", "Start")
+"""Messages that begin a phase of the job: all processes may be stopped then for a while, as by Ctrl-Z."""
 
 
 def plan_of(seed: int) -> Plan:
@@ -197,6 +199,10 @@ def _with_more(plan: Plan, style: str) -> Plan:
         at_s = 0.02 * draw.random() if after else 0.3 + draw.random()
         generation, place = draw.choice((0, 0, 1)), draw.choice(places)
         more.append(Fault(kind="part", at_s=at_s, generation=generation, after=after, place=place))
+    draw = random.Random(plan.seed + 0.25)
+    if plan.num_nodes == 1 and draw.random() < 0.12:
+        after, at_s, for_s = draw.choice(_PHASES), 0.02 * draw.random(), draw.choice((5.0, 14.0, 40.0))
+        more.append(Fault(kind="sleep", at_s=at_s, after=after, place=0, for_s=for_s))
     return replace(plan, max_recoveries=most, faults=(*plan.faults, *more))
 
 

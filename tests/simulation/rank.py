@@ -141,6 +141,7 @@ class Process:
         self._main: Main | None = None
         self._wait: Wait | None = None
         self._is_resuming = False
+        self._num_moves = 0
 
     @property
     def identity(self) -> Identity:
@@ -229,7 +230,7 @@ class Process:
         """Reports, if there is something to report."""
         if self.is_connected and self.is_alive and not self.is_deaf and not self.is_frozen:
             waits = "the others" if self._wait is not None and self._wait.until is not None else None
-            where = Where(step=self.committed, waits_for=waits, count=self.kernel.num_events)
+            where = Where(step=self.committed, waits_for=waits, count=self._num_moves)
             report = self.state.news(lambda: where, is_due=is_due)
             if report is not None:
                 self.post(report)
@@ -309,6 +310,7 @@ class Process:
 
     def _advance(self, error: Exception | None) -> None:
         assert self._main is not None
+        self._num_moves += 1
         try:
             self._wait = self._main.throw(error) if error is not None else next(self._main)
         except StopIteration:

@@ -532,6 +532,10 @@ class World:
                 process.is_sound = False
                 process.freeze()
                 self.kernel.at(self.kernel.now + fault.for_s, process.thaw)
+            case "sleep" if not self.is_failing:  # Ctrl-Z: all that is due meanwhile happens at the end
+                self.kernel.now += fault.for_s
+                self._news_at = self.kernel.now
+                self.checks.sleep(fault.for_s)
             case "sigterm" if process is not None and process.is_connected:
                 process.sigterm()
             case "glitch":
