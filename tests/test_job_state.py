@@ -95,8 +95,15 @@ class Job:
             self.state.reported(process, report, self.now)
 
     def go(self, seconds: float = 0.0) -> None:
-        """So much later all is done that is due."""
-        self.now += seconds
+        """So much later all is done that is due, also meanwhile."""
+        until = self.now + seconds
+        while (at := self.state.deadline(self.now)) is not None and self.now < at < until:
+            self.now = at
+            self._tick()
+        self.now = until
+        self._tick()
+
+    def _tick(self) -> None:
         for num_ticks in itertools.count():
             actions = self.state.tick(self.now)
             if not actions:
@@ -455,7 +462,8 @@ def test_a_time_in_which_the_whole_job_is_stopped_is_no_silence_of_its_ranks(pha
     assert job.state.phase is phase
     members = job.members
     job.go(GRACE_S - 1.0)
-    job.go(100.0)
+    job.now += 100.0
+    job.go()
     job.go(GRACE_S - 0.1)
     assert (job.members, job.state.phase) == (members, phase)
     job.go(0.2)
@@ -504,8 +512,28 @@ def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failur
     job.go(GRACE_S)
     (record,) = [action.record for action in job.done if isinstance(action, Accuse)]
     assert record.rank == 2
-    assert "rank(s) 2 did not reach the next step boundary within failure_grace_s=30 s" in record.message
+    assert "rank(s) 2 did not reach the next step boundary" in record.message
+    assert "made no progress for failure_grace_s=30 s" in record.message
     assert job.state.deadline(job.now) is None
+
+
+def test_a_rank_that_is_long_on_its_way_to_the_boundary_is_waited_for_while_it_makes_progress() -> None:
+    job = Job(3, recovery=None)
+    job.deaf = {2}
+    job.ask(0, STOP)
+    job.go()
+    job.rank(2).hear(job.last_order(2))
+    for count in range(1, 12):  # batches of a validation, of 10 s each
+        job.go(10.0)
+        report = job.rank(2).news(lambda: Where(count=count), is_due=True)  # noqa: B023 (called at once)
+        assert report is not None
+        job.state.reported(job.member(2), report, job.now)
+        job.go()
+    assert job.state.phase is JobPhase.STOPPING
+    job.go(GRACE_S - 0.1)
+    assert not job.done
+    job.go(0.2)
+    assert [type(action) for action in job.done] == [Accuse]
 
 
 @pytest.mark.parametrize("is_asked", [False, True], ids=["before", "while it is asked"])

@@ -488,13 +488,15 @@ class JobState:
             message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
             self.lose(process, process.failure(message), now, has_ended=False)
         if self._stops_by is not None and now >= self._stops_by and not self.is_pending:
-            self._stops_by = None
             late = [process for process in self.roster.remaining if process.is_active]
-            if late:
+            moved_at = max((process.moved_at for process in late), default=now - self._grace_s)
+            # while one makes progress, as in a long validation, the others may wait for it
+            self._stops_by = moved_at + self._grace_s if moved_at + self._grace_s > now else None
+            if late and self._stops_by is None:
                 ranks = ", ".join(str(process.rank) for process in late)
                 message = (
                     f"all were asked to stop by a signal, but rank(s) {ranks} did not reach the next step"
-                    f" boundary within failure_grace_s={self._grace_s:g} s"
+                    f" boundary, and made no progress for failure_grace_s={self._grace_s:g} s"
                 )
                 self._actions.append(Accuse(late[0].failure(message)))
 

@@ -142,7 +142,8 @@ class SupervisionSettings:
     """Seconds without a heartbeat after which a node counts as lost (at least 2)."""
     failure_grace_s: float = 30.0
     """Seconds that a process has to exit after a failure; then it is killed and the stacks of its threads are
-    printed. Also the time in which ranks must reach the step boundary at which SIGTERM stops them."""
+    printed. Also the time without progress (batches, steps) after which ranks fail the run if SIGTERM is to
+    stop them at a step boundary."""
     stall_timeout_s: float | None = None
     """Seconds without progress after which a rank that waits for no other rank counts as failed; None for no
     limit."""
