@@ -41,7 +41,6 @@ from lightning_ddp.elastic.redeal import Dealer, set_ranks
 from lightning_ddp.elastic.regroup import end_collectives, leave
 from lightning_ddp.elastic.step_ledger import Cursor, RandomStates, StepLedger, put_scale
 from lightning_ddp.elastic.takeover import Handover, Journal, seed_generators, share_versions
-from lightning_ddp.errors import PeerFailure
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext, global_seed
 from lightning_ddp.launch.process_end import tell_long_wait
@@ -366,7 +365,7 @@ class Recovery(StepObserver):
     def _enter(self, num_batches: int | None) -> None:
         """Join the next set of ranks; finish or undo the interrupted step, after `num_batches` batches."""
         has_met, self._is_meeting = self._is_meeting, False
-        is_trying, error = self.ledger.must_redo and not has_met, self._calls.error
+        is_trying = self.ledger.must_redo and not has_met
 
         def wait() -> NewGeneration:
             progress = self.ledger.progress(is_trying=is_trying)
@@ -387,7 +386,7 @@ class Recovery(StepObserver):
         self._deal(num_batches)
         if self._journal is not None:
             self._journal.publish()  # rank 0 may have been lost before it has
-        self._tell(new, error)
+        self._tell(new)
         if self.ledger.cursor is Cursor.COMMITTED:
             self._calls.defer(True)
             self.ledger.finish_alone()  # the others have done so, and would not answer
@@ -433,7 +432,7 @@ class Recovery(StepObserver):
         self._deal(self._handover.num_batches)
         seed_generators(seed=global_seed(), rank=self._calls.state.place, step=new.step)
         self._members = new.before
-        self._tell(new, None)
+        self._tell(new)
         self._joined = self._handover = None
         self._is_joining = False
 
@@ -485,7 +484,7 @@ class Recovery(StepObserver):
                 set_ranks(sampler, rank, world_size)
         limit_validation(self._trainer)
 
-    def _tell(self, new: NewGeneration, error: PeerFailure | None) -> None:
+    def _tell(self, new: NewGeneration) -> None:
         """Report a change of the ranks to callbacks, module and loggers, and on rank 0 to the log."""
         before, self._members = self._members, new.members  # generations that were never whole are not told
         gone = tuple(rank for rank, slot in enumerate(before) if slot not in new.members)
@@ -495,7 +494,7 @@ class Recovery(StepObserver):
         if not gone and not joined:  # one that was to join has died
             return
         trainer: Any = self._trainer
-        own = self._calls.state.place
+        own, cause = self._calls.state.place, self._calls.state.cause
         change = WorldChange(
             old_world_size=len(before),
             new_world_size=len(new.members),
@@ -505,7 +504,7 @@ class Recovery(StepObserver):
             joined_ranks=joined,
             step=trainer.global_step,
             seconds=time.monotonic() - self._calls.heard_at,
-            cause=error,
+            cause=cause.to_error() if cause is not None and lost else None,
             retried=new.is_retried,
         )
         self._num_recoveries += bool(lost)

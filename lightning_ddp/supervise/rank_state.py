@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from lightning_ddp.errors import PeerFailure
-from lightning_ddp.supervise.failure_record import Where
+from lightning_ddp.supervise.failure_record import FailureRecord, Where
 from lightning_ddp.supervise.orders import (
     NewGeneration,
     Order,
@@ -52,6 +52,7 @@ class RankState:
         self.state_of = -1 if is_new else 0  # the last generation whose state it has; -1 for none
         self.order = Order()  # the last order that was heard
         self.members: tuple[int, ...] | None = None  # in the last generation heard of; None for the first one
+        self.cause: FailureRecord | None = None  # first failure of the last recovery
         self.position = 0  # number of boundaries that were passed
         self.may_meet = True  # True if ranks may join or leave at the boundary that comes next
         self.wish: Wish | None = None
@@ -75,6 +76,7 @@ class RankState:
         self.order = order
         if order.generation is not None:
             self.members = order.generation.members
+        self.cause = order.record or self.cause
         return self.error if self.is_called and not was_called else None
 
     def news(self, where: Callable[[], Where], *, is_due: bool = False) -> Report | None:
