@@ -43,6 +43,7 @@ def test_histories(seeds) -> None:
     [
         pytest.param(627100, id="a node is back twice, with the process ids of before"),
         pytest.param(757045, id="a new process has the id of one whose end is not known"),
+        pytest.param(655316, id="ranks fail in their setup while all processes are stopped"),
         pytest.param(767916, id="a rank is stopped, and another dies, as all are to stop"),
     ],
 )

@@ -477,7 +477,7 @@ class JobState:
         for process in [process for process, at in self._ending.items() if at <= now]:
             del self._ending[process]
             is_stuck = process.state is ProcessState.RELEASED and process.phase not in OUT
-            if process.is_member:
+            if process.is_member and self.reason is None:
                 self._actions.append(Unexplained(process))
             elif is_stuck and process.node == 0:  # elsewhere its launcher does it
                 self._actions.append(End(process))
