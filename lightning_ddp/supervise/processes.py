@@ -16,8 +16,8 @@ _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
 _ASK_AGAIN_S = 15.0
 _REPEAT_S = 0.5  # least time between an order and its repetition to a process that has not heard it
-_UNANSWERED = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.OVER})  # they ask nothing of the members
-_UNLIMITED = frozenset({JobPhase.CONNECTING, JobPhase.STOPPING})
+_AWAITS = frozenset({JobPhase.HOLDING, JobPhase.MEETING, JobPhase.RECOVERING, JobPhase.FORMING})
+"""Phases whose order the members have to follow in time."""
 _STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING})
 OUT = frozenset({RankPhase.FINISHED, RankPhase.ENDED})  # phases in which a process answers nobody
 _INACTIVE = OUT | {RankPhase.IDLE, RankPhase.FAILED}
@@ -371,9 +371,8 @@ class OrderBook:
         """Set the job's phase, and note which of `members` have to follow an order in it. Does not block."""
         self.phase = phase
         self.restart(now)
-        is_of_run = phase in (JobPhase.HOLDING, JobPhase.STOPPING)
-        asked = () if phase in _UNANSWERED else members
-        self.awaited = {process for process in asked if process.is_active or not is_of_run}
+        asked = members if phase in _AWAITS else ()
+        self.awaited = {process for process in asked if process.is_active or phase is not JobPhase.HOLDING}
 
     def restart(self, now: float) -> None:
         """Make the phase begin now, for all deadlines."""
@@ -382,7 +381,7 @@ class OrderBook:
     def note(self, process: Process, generation: int) -> None:
         """Update whether the job still waits for a rank to follow the order; `generation` is the job's."""
         report = process.report
-        if not process.is_member:
+        if not process.is_member or self.phase not in _AWAITS:
             return
         follows = process.has_heard
         match self.phase:
@@ -395,10 +394,6 @@ class OrderBook:
                 follows &= has_stopped or report.phase is RankPhase.STANDING
             case JobPhase.FORMING:
                 follows = report.generation == report.state_of == generation
-            case JobPhase.STOPPING:
-                follows = not process.is_active
-            case _:
-                return
         if follows:
             self.awaited.discard(process)
         else:
@@ -406,7 +401,7 @@ class OrderBook:
 
     def deadline(self) -> float | None:
         """Return the earliest time at which a process can be late in following its order; None for never."""
-        return self._look_at if self.awaited and self.phase not in _UNLIMITED else None
+        return self._look_at if self.awaited else None
 
     def late(self, now: float) -> list[Process]:
         """Return the processes that have not followed the order in time, sorted by connection number."""
