@@ -168,13 +168,13 @@ def shortened(message: str) -> str:
 def traceback_of(error: BaseException) -> str:
     """Format an exception as Python does, with the messages of it and of its causes shortened."""
     text = "".join(traceback_module.format_exception(error))
-    for message in sorted({text_of(link) for link in _chain_of(error)}, key=len, reverse=True):
+    for message in sorted({text_of(link) for link in chain_of(error)}, key=len, reverse=True):
         if (shorter := shortened(message)) != message:
             text = text.replace(message, shorter)
     return text
 
 
-def _chain_of(error: BaseException) -> list[BaseException]:
+def chain_of(error: BaseException) -> list[BaseException]:
     """Return an exception with all its causes and contexts, and the members of exception groups."""
     found: dict[int, BaseException] = {}
     left = [error]
@@ -182,8 +182,8 @@ def _chain_of(error: BaseException) -> list[BaseException]:
         link = left.pop()
         if id(link) not in found:
             found[id(link)] = link
-            more = [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
-            left += [other for other in more if isinstance(other, BaseException)]
+            members = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
+            left += [other for other in (link.__cause__, link.__context__, *members) if other is not None]
     return list(found.values())
 
 

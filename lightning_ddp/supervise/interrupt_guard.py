@@ -18,8 +18,9 @@ import time
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
+
+from lightning_ddp.supervise.failure_record import chain_of
 
 _ABORT_EVERY_S = 0.3
 _LONGEST_STEP_S = 1.0  # most seconds for which the end of the job is deferred, as for an optimizer step
@@ -35,13 +36,6 @@ class _Guard(Enum):
     FORCED = auto()  # all, although deferred, as it took too long
 
 
-@dataclass(frozen=True)
-class _Alarm:
-    error: BaseException
-    abort: Callable[[], None]
-    is_final: bool  # True if the job ends, False if it continues after the main thread has stopped
-
-
 class InterruptGuard:
     """Mechanism that raises another rank's failure in the main thread, which may defer or disable that.
 
@@ -52,9 +46,9 @@ class InterruptGuard:
     def __init__(self) -> None:
         self._guard = _Guard.OUTSIDE
         self._changing = threading.Lock()  # held to change the guard
-        self._alarm: _Alarm | None = None
+        self._error: BaseException | None = None  # what is to be raised, until it has arrived
         self._aborting = threading.Lock()
-        """Held while an alarm aborts, so that it aborts nothing that was made after it was over."""
+        """Held while the alarm aborts, so that it aborts nothing that was made after it was over."""
         self._call: Callable[[], object] | None = None
         self._main: int | None = None
         self._sending = threading.Lock()
@@ -92,7 +86,7 @@ class InterruptGuard:
     def release(self) -> None:
         """Disable interruptions of the main thread and remove the signal handler. In the main thread."""
         self.silence()
-        self._alarm = None
+        self._error = None
         with self._sending:
             number, self._signal = self._signal, None
         if number is not None and signal.getsignal(number) == self._on_signal:
@@ -106,38 +100,37 @@ class InterruptGuard:
         over once interruptions are disabled, and not deferred for long; else when the main thread calls
         `take`. Thread-safe.
         """
-        alarm = _Alarm(error, abort, is_final)
         if not (is_final and self.is_silent):
-            self._alarm = alarm
-            threading.Thread(target=self._ring, args=(alarm,), daemon=True, name="failure-alarm").start()
+            self._error, alarm = error, (error, abort, is_final)
+            threading.Thread(target=self._ring, args=alarm, daemon=True, name="failure-alarm").start()
 
     def take(self) -> None:
         """Stop the thread that interrupts the main thread; wait until it aborts no process group any more."""
         with self._aborting:
-            self._alarm = None
+            self._error = None
 
     def call(self, function: Callable[[], object]) -> None:
         """Make the main thread call `function`, by a signal; do not wait for that. It must not raise."""
         self._call = function
         self._send()
 
-    def _ring(self, alarm: _Alarm) -> None:
-        interval_s = 0.5 if alarm.is_final else 0.1
+    def _ring(self, error: BaseException, abort: Callable[[], None], is_final: bool) -> None:
+        interval_s = 0.5 if is_final else 0.1
         begun_at = time.monotonic()
         abort_at = begun_at + _ABORT_EVERY_S
         while True:
             now = time.monotonic()
             with self._aborting:
-                if self._alarm is not alarm or (alarm.is_final and self.is_silent):
+                if self._error is not error or (is_final and self.is_silent):
                     return
                 if now >= abort_at:  # again in a recovery, which may be about to open other connections
-                    abort_at = math.inf if alarm.is_final else now + _ABORT_EVERY_S
-                    alarm.abort()
+                    abort_at = math.inf if is_final else now + _ABORT_EVERY_S
+                    abort()
             with self._changing:
-                if alarm.is_final and now >= begun_at + _LONGEST_STEP_S and self._guard is _Guard.DEFERRED:
+                if is_final and now >= begun_at + _LONGEST_STEP_S and self._guard is _Guard.DEFERRED:
                     self._guard = _Guard.FORCED
             if self._may_interrupt() and self._main is not None and not self._send():
-                _raise_asynchronously(self._main, alarm.error)
+                _raise_asynchronously(self._main, error)
             time.sleep(min(interval_s, max(0.01, abort_at - time.monotonic())))
 
     def _may_interrupt(self) -> bool:
@@ -164,23 +157,12 @@ class InterruptGuard:
         function, self._call = self._call, None
         if function is not None:
             function()
-        alarm = self._alarm
-        if alarm is None or not self._may_interrupt():
+        error, handled = self._error, sys.exc_info()[1]
+        if error is None or not self._may_interrupt():
             return
-        if not _is_handling(alarm.error) and not _is_in_finalizer(frame):
-            raise alarm.error
-
-
-def _is_handling(error: BaseException) -> bool:
-    """Return True if the interrupted code is handling `error`, in an `except` or `finally` block."""
-    handled = sys.exc_info()[1]
-    seen: set[int] = set()
-    while handled is not None and id(handled) not in seen:
-        if handled is error:
-            return True
-        seen.add(id(handled))
-        handled = handled.__cause__ or handled.__context__
-    return False
+        is_handled = handled is not None and any(link is error for link in chain_of(handled))
+        if not is_handled and not _is_in_finalizer(frame):
+            raise error
 
 
 def _is_in_finalizer(frame: types.FrameType | None) -> bool:
