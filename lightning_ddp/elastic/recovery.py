@@ -234,7 +234,7 @@ class Recovery(StepObserver):
     def _meet_at_boundary(self) -> None:
         """Prepare to form a new process group as ranks join or leave. All ranks call it; communicates."""
         self._calls.meet()
-        if self._calls.state.has_new:
+        if self._calls.state.order.has_new:
             self._handover = Handover.of(
                 self._trainer, self._communication, self.dealer, num_recoveries=self._num_recoveries
             )

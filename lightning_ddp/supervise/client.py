@@ -20,7 +20,7 @@ from lightning_ddp.supervise.connections import explain_loss, keep_alive
 from lightning_ddp.supervise.failure_detection import REPORTS_A_TIMEOUT, silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import with_stack
-from lightning_ddp.supervise.orders import Order, Wish
+from lightning_ddp.supervise.orders import Order, Task, Wish
 from lightning_ddp.supervise.protocol import Message, Unpacker, pack
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
@@ -77,9 +77,8 @@ class ControlClient:
         self._on_order = on_order
         self._heard_at = time.monotonic()
         self._unpacker = Unpacker()
-        self._outbox: deque[bytes] = deque()
-        self._num_wakes = self._num_sent = 0
-        self._sent = threading.Condition()
+        self._outbox: deque[bytes | threading.Event] = deque()
+        """Messages to write, and events to set once all before them is written."""
         self._next_report = time.monotonic() + self.state.order.period_s
         self._learned, self._ordered = threading.Event(), threading.Event()  # the latter with each order, too
         self.attachment: Callable[[], Message | None] = lambda: None  # sent with reports, and as a run ends
@@ -128,7 +127,7 @@ class ControlClient:
     @property
     def has_been_left(self) -> bool:
         """True if the server has dismissed this process, or has closed, and no failure is known."""
-        return self.failure is None and (self._is_deaf or self.state.is_released)
+        return self.failure is None and (self._is_deaf or self.state.task is Task.LEAVE)
 
     # ------------------------------------------------------------------ called by the main thread
 
@@ -150,15 +149,15 @@ class ControlClient:
         self._wake()
 
     def _wake(self) -> None:
-        self._num_wakes += 1
         with suppress(OSError):  # full of wake-ups: then the thread wakes anyway; or closed
             self._wake_sender.send(b"x")
 
     def flush(self, timeout_s: float = _FLUSH_WAIT_S) -> bool:
-        """Wait until all queued messages are written to the socket; return False if that takes too long."""
-        wakes = self._num_wakes
-        with self._sent:
-            return self._sent.wait_for(lambda: self._num_sent >= wakes, timeout=timeout_s)
+        """Wait until messages and changes are written to the socket; return False if that takes too long."""
+        is_written = threading.Event()
+        self._outbox.append(is_written)
+        self._wake()
+        return self._thread.is_alive() and is_written.wait(timeout_s)
 
     def report(self, record: FailureRecord, *, is_echo: bool) -> None:
         self.post(protocol.SecondaryFailure(record) if is_echo else protocol.Failed(record))
@@ -273,14 +272,14 @@ class ControlClient:
 
     def _send_posted(self) -> None:
         self._wake_receiver.recv(4096)
-        wakes = self._num_wakes
         while self._outbox:
-            self._write(self._outbox[0])
-            self._outbox.popleft()
+            match self._outbox.popleft():
+                case threading.Event() as is_written:
+                    self._report()
+                    is_written.set()
+                case data:
+                    self._write(data)
         self._report()
-        with self._sent:
-            self._num_sent = wakes
-            self._sent.notify_all()
 
     def _receive(self) -> None:
         try:

@@ -125,14 +125,6 @@ class RankState:
     def is_entering(self) -> bool:
         return self.phase is RankPhase.ENTERING
 
-    @property
-    def has_new(self) -> bool:
-        return self.order.has_new
-
-    @property
-    def is_released(self) -> bool:
-        return self.task is Task.LEAVE
-
     def has_ended_everywhere(self) -> bool:
         return self.order.all_ended >= self.ended == self.begun
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import PeerFailure
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
-from lightning_ddp.supervise.orders import NewGeneration, Order, Progress, Wish, WishKind
+from lightning_ddp.supervise.orders import NewGeneration, Order, Progress, Task, Wish, WishKind
 from lightning_ddp.supervise.protocol import Message
 from lightning_ddp.supervise.rank_state import Passage, RankState
 from simulation.network import describe
@@ -498,7 +498,7 @@ class Process:
         self.state.place_boundary(self.committed << 32, may_meet=True)
         passage = yield from self._boundary()
         if passage is Passage.MEET:
-            self._is_deferred, self._has_handover = True, self.state.has_new
+            self._is_deferred, self._has_handover = True, self.state.order.has_new
             self._is_meeting = True
             return
         yield from self._sleep(0.1)
@@ -643,7 +643,7 @@ class Process:
             if new is not None:
                 self._entered(new)
                 found.append(new)
-            return bool(found) or self.state.is_released or self.is_deaf
+            return bool(found) or self.state.task is Task.LEAVE or self.is_deaf
 
         yield from self._wait_beyond_calls(look, then=lambda: True)
         if not found:
