@@ -98,7 +98,7 @@ class InterruptGuard:
 
         It calls `abort` to free a main thread that is blocked in C++. If `is_final`, as the job ends, it is
         over once interruptions are disabled, and not deferred for long; else when the main thread calls
-        `take`. Thread-safe.
+        `take`. An error is sounded once. Thread-safe.
         """
         if not (is_final and self.is_silent):
             self._error, alarm = error, (error, abort, is_final)
