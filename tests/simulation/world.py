@@ -601,7 +601,8 @@ class World:
     def is_whole(self) -> bool:
         """Whether every place that may be filled is filled, and all train."""
         alive = [p for p in self.processes.values() if p.is_alive]
-        if not alive or any(p.was_asked_to_leave or p.is_held or p.user_error for p in alive):
+        fails = any(p.user_error or p.state.phase is RankPhase.FAILED for p in alive)
+        if not alive or fails or any(p.was_asked_to_leave or p.is_held for p in alive):
             return False
         generation = max(p.state.generation for p in alive)
         members = self.members_of[generation]
