@@ -170,7 +170,7 @@ class RecoveryClient:
         """Report how far this process has trained; wait for the next generation of ranks; return it.
 
         Returns None if this process is to exit with code 0, as it has left or the others have ended.
-        `progress` is None for a process without state; `check` is called now and then.
+        `progress` is None for a process without state; `check` raises if the job has failed.
         """
         watch = self._watch
         if progress is None:
@@ -188,10 +188,10 @@ class RecoveryClient:
                         self._interrupt.clear()
                         if progress is None:
                             self.heard_at = time.monotonic()
+                check()  # after the interrupt was cleared, which may have been set for the job's last failure
                 if new is not None or watch.has_been_left:
                     return new
                 self._changed.wait(_LOOK_EVERY_S)
-                check()
 
     def begin_fit(self) -> None:
         """Restart the count of a fit's step boundaries; all ranks call it after equally many boundaries."""
