@@ -324,6 +324,18 @@ def test_who_fails_between_two_runs_is_named(victim, how, then, words) -> None:
     assert words in report, context
 
 
+TWO_STRATEGIES = f"""{TRAINS}
+for options in ({{"stall_timeout": 60}}, {{"failure_grace_s": 5}}, {{"failure_grace_s": 5}}):
+    trainer(lightning_ddp.CustomDDPStrategy(**options), max_steps=1).fit(BoringModel())
+"""
+
+
+def test_options_of_a_later_strategy_that_have_no_effect_are_named_once() -> None:
+    result = run_script(TWO_STRATEGIES, timeout_s=DEADLINE_S).check()
+    assert result.stderr.count("options of this strategy have no effect") == 1, result.stderr
+    assert ": failure_grace_s stays 30.0, stall_timeout stays 60. " in result.stderr
+
+
 AFTER_A_FIT = f"""{TRAINS}
 before, devices = set(os.environ), int(sys.argv[1])
 ours, model = trainer(devices=devices, max_steps=1), BoringModel()

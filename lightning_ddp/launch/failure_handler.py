@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -59,6 +60,18 @@ _OWN_WORD_S = 0.3
 def is_enabled() -> bool:
     """Return True if the processes of a job are supervised: unless LIGHTNING_DDP_SUPERVISION=0."""
     return os.environ.get(_SWITCH_VARIABLE, "1") != "0"
+
+
+def _options(settings: SupervisionSettings) -> dict[str, object]:
+    """Return the options of supervision that are the same in all runs of a script, by their public names."""
+    return {
+        "heartbeat_timeout_s": settings.heartbeat_timeout_s,
+        "failure_grace_s": settings.failure_grace_s,
+        "stall_timeout": settings.stall_timeout_s,
+        "on_failure": settings.recovery or "stop",
+        "on_preemption": settings.preemption or "stop",
+        "replica_check": "warn" if settings.replicas is None else settings.replicas.name,
+    }
 
 
 class _State(Enum):
@@ -221,6 +234,19 @@ class FailureHandler:
     def follow(self, trainer: Trainer) -> None:
         """Report step and hook of this Trainer to the server from now on. It is not kept alive."""
         self._trainer = weakref.ref(trainer)
+
+    def check_settings(self, settings: SupervisionSettings) -> None:
+        """Warn, in rank 0, of options of a script's later strategy that differ from those in force."""
+        in_force, given = _options(self._settings), _options(settings)
+        if settings.replicas is None:
+            del given["replica_check"]  # such a strategy sends no hashes
+        stays = [f"{name} stays {in_force[name]!r}" for name in given if given[name] != in_force[name]]
+        if stays and self.watch is not None and self.watch.identity.rank == 0:
+            warnings.warn(
+                "options of this strategy have no effect, because supervision has begun with those of the"
+                f" script's first strategy: {', '.join(stays)}. Give all strategies the same ones.",
+                stacklevel=2,
+            )
 
     # ------------------------------------------------------------------ recovery
 

@@ -291,6 +291,7 @@ class Joining:
             store = dist.PrefixStore("lightning_ddp", default_store())
             self._connect(store)
             context.store, context.num_groups = store, 1
+        context.control.check_settings(self.settings)
         if context.store is not None and not self._has_launcher and self._world_size > 1:
             with waiting(self.environment, lambda: FIRST_JOB):
                 share_job(context.store, rank=self._rank)
