@@ -30,7 +30,7 @@ from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.launcher import node_rank_of
-from lightning_ddp.launch.zygote import ChildCommand, Launch, Program
+from lightning_ddp.launch.zygote import Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 
@@ -521,7 +521,9 @@ def children_of(
     children = Children(ended.append)
     program = Program("script", "-c", [source, *arguments])
     children.launch = Launch(
-        command=ChildCommand(program=program, cwd=os.getcwd(), logs=logs),
+        program=program,
+        cwd=os.getcwd(),
+        logs=logs,
         environment=dict(os.environ),
         first_rank=0,
         node_rank=0,

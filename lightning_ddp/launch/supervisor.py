@@ -29,7 +29,6 @@ from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.launch.zygote import (
-    ChildCommand,
     Fork,
     Launch,
     Program,
@@ -198,8 +197,7 @@ class JobHost(LocalProcesses):
     def launch(self, launch: Launch, handed: int | None = None) -> None:
         """Start the node's other ranks; `handed` is a file descriptor of the job that Hydra composed."""
         if handed is not None:
-            command = replace(launch.command, handed=os.fdopen(handed, "rb"))
-            launch = replace(launch, command=command)
+            launch = replace(launch, handed=os.fdopen(handed, "rb"))
         self.children.launch = launch
         self.children.start_all()
 
@@ -238,12 +236,12 @@ class JobHost(LocalProcesses):
 
     # ------------------------------------------------------------------ ends
 
-    def _start(self, command: ChildCommand, environment: Mapping[str, str], log: Path | None) -> Fork:
-        job = None if command.handed is None else command.handed.fileno()
+    def _start(self, launch: Launch, environment: Mapping[str, str], log: Path | None) -> Fork:
+        job = None if launch.handed is None else launch.handed.fileno()
         start = Start(
-            program=replace(command.program, job=job),
+            program=replace(launch.program, job=job),
             environment=environment,
-            cwd=command.cwd,
+            cwd=launch.cwd,
             log=None if log is None else str(log),
         )
         return self._zygote.start(start, {} if job is None else {job: job})
