@@ -421,16 +421,19 @@ class ScriptRun:
 
     def _raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if self._control.end_script is not None:  # else a hook of the script calls this one too late
-            self._control.alarm.silence()
-            failure = None if self._control.is_over else self._control.end(error)
-            if failure is not None:
-                kind, error = type(failure), failure.with_traceback(trace)
-        self._hook_before(kind, error, trace)
+            error = self._fail(error)
+        self._hook_before(type(error), error, trace)
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Report an error of the script, unless it has failed; return the peer's failure behind it, or it."""
+        self._control.alarm.silence()
+        failure = None if self._control.is_over else self._control.end(error)
+        return error if failure is None else failure.with_traceback(error.__traceback__)
 
     def finish(self, error: BaseException | None) -> BaseException | None:
         """End this run before the process ends, and return the error that ends it, or None.
 
-        Waits until all ranks have ended it, unless there is an `error`. Does nothing at a second call.
+        Waits until all ranks have ended it, unless this one has failed. Does nothing at a second call.
         """
         control = self._control
         if control.end_script is None:
@@ -443,30 +446,21 @@ class ScriptRun:
             if error is None and not control.is_ending:
                 control.leave_together()
             control.alarm.silence()
-        except BaseException as raised:  # noqa: BLE001 (the job of Hydra fails with it)
+        except BaseException as raised:  # noqa: BLE001 (the job of Hydra, or the script, fails with it)
             control.alarm.silence()
             error = raised if error is None else error
-        if error is not None and not control.is_over:
-            failure = control.end(error)
-            error = error if failure is None else failure.with_traceback(error.__traceback__)
+        error = None if error is None else self._fail(error)
         control.leave()
         return error
 
     def _end(self) -> None:
-        """Wait until all ranks have come to the end of the script, unless this one has failed."""
-        control = self._control
-        if control.is_inherited:
+        if self._control.is_inherited:
             return
-        try:
-            if not control.is_ending:
-                control.leave_together()
-        except BaseException as error:  # noqa: BLE001 (nobody is left to catch it)
-            control.alarm.silence()
-            traceback.print_exception(control.end(error) or error)
-            if not control.is_launcher:  # the launching process still ends the others
+        error = self.finish(None)
+        if error is not None:
+            traceback.print_exception(error)  # nobody is left to catch it
+            if not self._control.is_launcher:  # the launching process still ends the others
                 exit_now(1)
-        finally:
-            control.leave()
 
 
 # ---------------------------------------------------------------------- the job of this process
