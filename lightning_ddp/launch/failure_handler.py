@@ -27,7 +27,7 @@ from lightning_ddp.comm.nccl import WATCHDOG_VARIABLES
 from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
-from lightning_ddp.launch.child_process import guarded_by, launcher_pid
+from lightning_ddp.launch.child_process import guarded_by, launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.process_end import (
@@ -107,7 +107,6 @@ class FailureHandler:
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
         self.end_limit = EndLimit()
-        self._parent_pid: int | None = None
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
         self._handlers: dict[int, partial[None]] = {}
@@ -189,13 +188,10 @@ class FailureHandler:
 
     # ------------------------------------------------------------------ connecting
 
-    def connect(
-        self, server: ServerAddress, identity: Identity, settings: SupervisionSettings, parent_pid: int | None
-    ) -> None:
-        """Connect to the control server, and start supervision; the process `parent_pid` started this one."""
+    def connect(self, server: ServerAddress, identity: Identity, settings: SupervisionSettings) -> None:
+        """Connect to the control server, and start supervision, in which the launcher's end is a failure."""
         self._settings = self.end_limit.settings = settings
-        self._parent_pid = parent_pid
-        parent, called_within_s = None, ECHO_WAIT_S + 3.0
+        parent_pid, parent, called_within_s = launcher_pid(), None, ECHO_WAIT_S + 3.0
         if identity.node_rank != server.identity.node_rank:
             called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
             if parent_pid is not None:
@@ -224,6 +220,8 @@ class FailureHandler:
         self.inspector.attach(self.watch)
         self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
+        if parent_pid is not None:
+            outlive_parent()
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
@@ -531,7 +529,9 @@ class FailureHandler:
         self.watch.report(record, is_echo=False)
 
     def child_ended(self, record: FailureRecord) -> None:
-        """Report the exit of a child process of this launcher to the control server. Thread-safe."""
+        """Report a child process's exit to the server, if it matters to the other ranks. Thread-safe."""
+        if self._settings.recovery is None and not record.exit_code and self.has_met:
+            return
         if self.watch is not None:
             self.watch.post(Exited(record))
             return
@@ -585,13 +585,14 @@ class FailureHandler:
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)
-        if error.pid == self._parent_pid:  # the launching process, which is part of this job
+        if error.pid == launcher_pid():  # the launching process, which is part of this job
             self._wake_parent()
 
     def _wake_parent(self) -> None:
-        if self._parent_pid is not None and self._parent_pid == launcher_pid():
+        parent_pid = launcher_pid()
+        if parent_pid is not None:
             with suppress(ProcessLookupError):  # it ends at this very moment
-                os.kill(self._parent_pid, signal.SIGCONT)
+                os.kill(parent_pid, signal.SIGCONT)
 
     # ------------------------------------------------------------------ the end
 

@@ -27,7 +27,7 @@ from lightning_ddp._torch import default_store, known_groups, never_destroy
 from lightning_ddp.comm.teardown import destroy_groups, remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore, share_job
-from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
+from lightning_ddp.launch.child_process import launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
 from lightning_ddp.launch.process_end import exit_now, show_report, waiting
@@ -75,7 +75,6 @@ class JobContext:
         self.store: Any = None  # store from which this process made its process group
         self.num_groups = 0  # of default groups since the start or a failure: the script may destroy them
         self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
-        self._goes_on = False  # True if the job continues without ranks that it loses
         self.control: FailureHandler = FailureHandler(self.children)  # supervision of the present generation
         self.num_failed = 0  # number of generations that failed with an exception which the script caught
         self._start = int(os.environ.pop(JOIN_VARIABLE, "0")) if before is None else 0
@@ -101,7 +100,7 @@ class JobContext:
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
         """Set `variables`, and make this process (with `link`: its supervisor) its node's launcher."""
-        self._goes_on, self.children.remote = launch.goes_on, link
+        self.children.remote = link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
         os.environ.update(variables)
@@ -112,9 +111,7 @@ class JobContext:
             link.on_child_ended = self._child_ended
 
     def _child_ended(self, record: FailureRecord) -> None:
-        """Report the exit of a child process to the server, if it matters to the others. Thread-safe."""
-        if self._goes_on or record.exit_code or not self.control.has_met:
-            self.control.child_ended(record)
+        self.control.child_ended(record)
 
     def open_server(
         self,
@@ -164,12 +161,9 @@ class JobContext:
     ) -> None:
         """Connect to the control server unless connected; wait until all ranks have connected."""
         if self.control.watch is None:
-            address, parent_pid = self.find_server(store), launcher_pid()
             if self.is_joining:
                 identity = replace(identity, start=self._start)
-            self.control.connect(address, identity, settings, parent_pid)
-            if parent_pid is not None:
-                outlive_parent()
+            self.control.connect(self.find_server(store), identity, settings)
         assert self.control.watch is not None
         self.control.watch.wait_for_all(timeout_s, self.control.interrupt.check)
         self.control.interrupt.check()
