@@ -196,7 +196,7 @@ class FailureHandler:
             called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
             if parent_pid is not None:
                 parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
-        elif parent_pid == server.identity.pid:  # else the one of forkserver, whose end concerns nobody
+        elif parent_pid == server.identity.pid:
             parent = server.identity
         self.watch = ControlClient(
             server,

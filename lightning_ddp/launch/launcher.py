@@ -49,7 +49,7 @@ from lightning_ddp._lightning import (
 from lightning_ddp._torch import keep_sockets_in
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore, share_job
-from lightning_ddp.launch.child_process import after_imports, begin_run, die_with_parent, forked_by_zygote
+from lightning_ddp.launch.child_process import after_imports, begin_run, end_with, note_launcher
 from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context
@@ -175,7 +175,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 settings=self._settings,
             )
         if link is not None:
-            forked_by_zygote(link.supervisor)
+            note_launcher(link.supervisor)
             link.launch(launch)
         else:
             context.children.start_all()
@@ -490,9 +490,11 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         results: Any,
         *rest: Any,
     ) -> None:
-        die_with_parent(os.getppid())
         launcher = mp.parent_process()
-        if launcher is not None and not launcher.is_alive():  # gone while this process was starting
+        assert launcher is not None
+        note_launcher(launcher.pid)
+        end_with(os.getppid())
+        if not launcher.is_alive():  # gone while this process was starting
             os._exit(1)
         if self._all_forked is not None:
             self._all_forked.wait()

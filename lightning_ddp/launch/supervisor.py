@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_ddp._lightning import read_rank_again
-from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
+from lightning_ddp.launch.child_process import keep_files, note_launcher
 from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
@@ -77,12 +77,12 @@ def supervise(program: Program) -> NoReturn:
         try:
             start, files = serve(asked, supervisor)
             if start.environment is None:
-                forked_by_zygote(None)
+                note_launcher(None)
                 become_supervised(SupervisorLink(asking, supervisor), passed_on)
             else:
                 asking.detach()
                 _become_rank(start, start.environment, files)
-                forked_by_zygote(supervisor)
+                note_launcher(supervisor)
                 become_supervised(None, passed_on)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException as error:  # noqa: BLE001 (a fork must not continue as its parent)
