@@ -705,7 +705,7 @@ def test_a_malformed_port_is_named(monkeypatch) -> None:
     for text in ("abc", "0", "70000", "-1"):
         monkeypatch.setenv("MASTER_PORT", text)
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT='{text}': expected a port number"):
-            rendezvous.named_port()
+            rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
 
 
 def test_each_end_of_a_child_is_reported_at_once() -> None:

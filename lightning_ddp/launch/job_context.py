@@ -161,9 +161,8 @@ class JobContext:
     ) -> None:
         """Connect to the control server unless connected; wait until all ranks have connected."""
         if self.control.watch is None:
-            if self.is_joining:
-                identity = replace(identity, start=self._start)
-            self.control.connect(self.find_server(store), identity, settings)
+            who = replace(identity, start=self._start if self.is_joining else None)
+            self.control.connect(self.find_server(store), who, settings)
         assert self.control.watch is not None
         self.control.watch.wait_for_all(timeout_s, self.control.interrupt.check)
         self.control.interrupt.check()

@@ -171,11 +171,6 @@ class JobHost(LocalProcesses):
         self.children = Children(self._ended, starter=self._start)
         self._has_lost_zygote = self._is_ending = False
 
-    @property
-    def _job(self) -> Launch | None:
-        """Rank 0's request to start the other ranks, while their job lasts; else None."""
-        return self.children.launch
-
     # ------------------------------------------------------------------ requests of rank 0
 
     def open_store(self, address: str, port: int | None, named_by: str) -> int:
@@ -229,9 +224,9 @@ class JobHost(LocalProcesses):
         """Wake stopped ranks of this node by SIGCONT, and have the guard kill those that end too late."""
         self._first.send_signal(signal.SIGCONT)
         self.children.send_signal(signal.SIGCONT)
-        if self._job is not None:
+        if self.children.launch is not None:
             is_gone = self._first.returncode is not None
-            grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
+            grace_s = min(self.children.launch.grace_s, PATIENCE_S if is_gone else math.inf)
             tell_guard(os.getpid(), -1, True, grace_s)
 
     # ------------------------------------------------------------------ ends
@@ -257,7 +252,7 @@ class JobHost(LocalProcesses):
     def tell_first(self, number: int, result: Any) -> None:
         """Send rank 0 the result of its request `number`, or with number 0 the exit of a child."""
         with self._link_lock, contextlib.suppress(OSError):  # it has ended
-            send(self._link, (number, result, number and self._job is None))
+            send(self._link, (number, result, number and self.children.launch is None))
 
     def send_signal_to_first(self, number: int) -> None:
         """Send a signal to the lowest rank of this node that still runs."""
@@ -286,7 +281,7 @@ class JobHost(LocalProcesses):
         code = self._first.returncode or 0
         node_rank = self.children.node_rank
         who = Identity(rank=self.children.first_rank, node_rank=node_rank, pid=self._first.pid)
-        if self._job is not None and not self._has_lost_zygote:
+        if self.children.launch is not None and not self._has_lost_zygote:
             self._ended(exit_record(who, 0 if code == PREEMPTED else code))
         self._wait_for_others()
         failure, server = self._verdict(), self._server
@@ -302,8 +297,8 @@ class JobHost(LocalProcesses):
 
     def _wait_for_others(self) -> None:
         """Wait until all other ranks have ended; kill those that do not end after rank 0."""
-        server, code = self._server, self._first.returncode
-        grace_s = 0.0 if self._job is None else self._job.grace_s
+        server, code, job = self._server, self._first.returncode, self.children.launch
+        grace_s = 0.0 if job is None else job.grace_s
         ends_at = time.monotonic() + max(0.0 if code else _EXIT_GRACE_S, grace_s + _LATER_S)
         if code and server is None and self.children.node_rank == 0:
             self.children.kill()  # nobody has told them
@@ -320,9 +315,9 @@ class JobHost(LocalProcesses):
 
     def _is_left_behind(self) -> bool:
         """Return True if the other ranks continue without rank 0, as far as is known here."""
-        server = self._server
+        server, job = self._server, self.children.launch
         if server is None:
-            return self._job is not None and self._job.node_rank != 0 and self._job.goes_on
+            return job is not None and job.node_rank != 0 and job.goes_on
         is_member = any(who.pid == self._first.pid for who in server.identities)
         return server.goes_on and server.has_met and not is_member
 
