@@ -527,11 +527,15 @@ def test_a_rank_that_may_enter_the_next_generation_hears_that_the_job_has_failed
             watch.update(lambda state: state.answer(progress))
         wait_until(first, lambda state: state.task is Task.ENTER)
         second.report(raised(1), is_echo=False)
-        assert verdict_of(first).rank == 1
-        ours = run.ranks[0]
-        calls = RecoveryClient(ours.interrupt, ours.alarm, first, DEADLINE_S)
-        with pytest.raises(PeerFailure, match="3 channels"):
-            calls.wait_for_generation(progress, ours.check_end)
+        record, ours = verdict_of(first), JobContext().control
+        ours.watch, ours.calls = first, RecoveryClient(ours.interrupt, ours.alarm, first, DEADLINE_S)
+        try:
+            ours._learned(record)
+            with pytest.raises(PeerFailure, match="3 channels"):
+                ours.calls.wait_for_generation(progress, ours.check_end)
+            assert ours.end_limit.is_set, "whatever it does before"
+        finally:
+            ours.restore_handlers()
 
 
 @contextmanager

@@ -30,11 +30,12 @@ from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.failure_detection import EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import text_of
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
-from lightning_ddp.supervise.orders import NewGeneration, Progress
+from lightning_ddp.supervise.orders import NewGeneration, Progress, RankPhase
 from lightning_ddp.supervise.rank_state import RankState
 
 _LOOK_EVERY_S = 0.05
 _ASK_EVERY = 10  # number of looks after which the state is reported once more
+_STOPPED = {RankPhase.STOPPED, RankPhase.MEETING, RankPhase.STANDING, RankPhase.ENTERING}
 _EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
 """Seconds that a rank which cannot connect to others waits for the loss that explains it."""
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
@@ -123,6 +124,11 @@ class RecoveryClient:
         self._changed.set()
 
     # ------------------------------------------------------------------ the main thread
+
+    @property
+    def is_stopped(self) -> bool:
+        """True from `stop` to `settle`, while nothing interrupts the main thread."""
+        return self.state.phase in _STOPPED
 
     def defer(self, is_deferred: bool) -> None:
         """Defer interruptions of the main thread (from backward to step boundary), or allow them again."""
