@@ -282,27 +282,20 @@ def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes
 
 
 class _Result:
-    """Result of the processes, in a file, which has the interface of a queue.
+    """Result of the processes, in a file, into which Lightning puts it as into a queue.
 
     A pipe blocks the process that fills it, while the launching one reads only after all have exited. What is
     in a file is whole, and needs no living process: a tensor is pickled by value.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def put(self, result: Any) -> None:
-        part = self._path.with_suffix(f".{os.getpid()}")
+        part = self.path.with_suffix(f".{os.getpid()}")
         with part.open("wb") as file:
             pickle.dump(result, file)
-        part.replace(self._path)
-
-    def empty(self) -> bool:
-        return not self._path.exists()
-
-    def get(self) -> Any:
-        with self._path.open("rb") as file:
-            return pickle.load(file)
+        part.replace(self.path)
 
 
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
@@ -434,7 +427,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         finally:
             for path in started.error_files:
                 Path(path).unlink(missing_ok=True)
-        return results.get()
+        with results.path.open("rb") as file:
+            return pickle.load(file)
 
     def _wait(self, server: ControlServer, results: _Result) -> bool:
         """Wait until all processes have exited with 0 (then True), or one has failed and it is known why.
@@ -459,7 +453,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if all(codes[n] == 0 for n in counting):
                 if failure is not None:  # and nobody else is left to be told of it
                     raise failure.to_error(is_rank=False)
-                if not results.empty():
+                if results.path.exists():
                     return True
             wait([process.sentinel for process in self.procs if process.exitcode is None], _LOOK_AGAIN_S)
 
