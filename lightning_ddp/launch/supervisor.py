@@ -202,8 +202,7 @@ class JobHost(LocalProcesses):
 
     def finish(self) -> FailureRecord | None:
         """Wait for the other ranks to end; return the job's first failure, and reset for the next job."""
-        self._wait_for_others()
-        failure = self._verdict()
+        failure = self._wait_for_others()
         self._close()
         self.children, self._failure = Children(self._ended, starter=self._start), None
         return failure
@@ -283,9 +282,8 @@ class JobHost(LocalProcesses):
         who = Identity(rank=self.children.first_rank, node_rank=node_rank, pid=self._first.pid)
         if self.children.launch is not None and not self._has_lost_zygote:
             self._ended(exit_record(who, 0 if code == PREEMPTED else code))
-        self._wait_for_others()
-        failure, server = self._verdict(), self._server
-        has_gone_on = server is not None and failure is None and self._is_left_behind()
+        failure = self._wait_for_others()
+        has_gone_on = self._server is not None and failure is None and self._is_left_behind()
         codes = {code, *(process.returncode for process in self.children.procs)}
         self._close()
         if has_gone_on:
@@ -295,8 +293,11 @@ class JobHost(LocalProcesses):
         show_report(failure)
         return 1 if self._has_lost_zygote else code or 1
 
-    def _wait_for_others(self) -> None:
-        """Wait until all other ranks have ended; kill those that do not end after rank 0."""
+    def _wait_for_others(self) -> FailureRecord | None:
+        """Wait until all other ranks have ended; kill those that do not end after rank 0.
+
+        Returns the job's first failure or None, after a short wait if a rank of this node has failed.
+        """
         server, code, job = self._server, self._first.returncode, self.children.launch
         grace_s = 0.0 if job is None else job.grace_s
         ends_at = time.monotonic() + max(0.0 if code else _EXIT_GRACE_S, grace_s + _LATER_S)
@@ -312,6 +313,11 @@ class JobHost(LocalProcesses):
                         process.send_signal(signal.SIGKILL)
             if time.monotonic() > ends_at:
                 self.children.end(0.0)
+        if self._server is None:
+            return self._failure
+        has_failed = any(process.returncode for process in [self._first, *self.children.procs])
+        waits = has_failed and not self._is_left_behind()
+        return self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if waits else 0.0)
 
     def _is_left_behind(self) -> bool:
         """Return True if the other ranks continue without rank 0, as far as is known here."""
@@ -320,14 +326,6 @@ class JobHost(LocalProcesses):
             return job is not None and job.node_rank != 0 and job.goes_on
         is_member = any(who.pid == self._first.pid for who in server.identities)
         return server.goes_on and server.has_met and not is_member
-
-    def _verdict(self) -> FailureRecord | None:
-        """Return the job's first failure or None, after a short wait if a rank of this node has failed."""
-        if self._server is None:
-            return self._failure
-        has_failed = any(process.returncode for process in [self._first, *self.children.procs])
-        waits = has_failed and not self._is_left_behind()
-        return self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if waits else 0.0)
 
     def _close(self) -> None:
         """Close the control server, kill the children that are left, and end their guard process."""
