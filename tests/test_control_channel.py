@@ -26,6 +26,7 @@ from harness import last_screen, run_ranks
 from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
+from lightning_ddp.launch.recovery_client import RecoveryClient
 from lightning_ddp.supervise.client import ControlClient, ServerAddress, ask
 from lightning_ddp.supervise.failure_detection import (
     ECHO_WAIT_S,
@@ -34,7 +35,7 @@ from lightning_ddp.supervise.failure_detection import (
     StallWatch,
 )
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, write_error_file
-from lightning_ddp.supervise.orders import Order, RankPhase, Report, Task, Wish, WishKind
+from lightning_ddp.supervise.orders import Order, Progress, RankPhase, Report, Task, Wish, WishKind
 from lightning_ddp.supervise.processes import Roster
 from lightning_ddp.supervise.protocol import (
     LIMIT_BYTES,
@@ -52,7 +53,7 @@ from lightning_ddp.supervise.protocol import (
 )
 from lightning_ddp.supervise.rank_state import RankState
 from lightning_ddp.supervise.server import ControlServer
-from lightning_ddp.supervise.settings import SupervisionSettings
+from lightning_ddp.supervise.settings import RecoverySettings, SupervisionSettings
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
@@ -512,6 +513,29 @@ def test_a_failure_frees_a_rank_that_is_held() -> None:
         mute.sendall(pack(Failed(raised(1))))
         held.join(DEADLINE_S)
         assert passed == [1]
+
+
+def test_a_rank_that_may_enter_the_next_generation_hears_that_the_job_has_failed_meanwhile() -> None:
+    progress = Progress(step=3, is_clean=True, is_trying=False, phase=0)
+    with running(3, recovery=RecoverySettings()) as run:
+        run.connect_all()
+        first, second, lost = run.watches
+        lost._connection.shutdown(socket.SHUT_RDWR)
+        for watch in (first, second):
+            wait_until(watch, lambda state: state.is_called)
+            watch.update(RankState.stop)
+            watch.update(lambda state: state.answer(progress))
+        wait_until(first, lambda state: state.task is Task.ENTER)
+        second.report(raised(1), is_echo=False)
+        record, ours = verdict_of(first), JobContext().control
+        ours.watch, ours.calls = first, RecoveryClient(ours.interrupt, ours.alarm, first, DEADLINE_S)
+        try:
+            ours._learned(record)
+            with pytest.raises(PeerFailure, match="3 channels"):
+                ours.calls.wait_for_generation(progress, ours.check_end)
+            assert ours.end_limit.is_set, "whatever it does before"
+        finally:
+            ours.restore_handlers()
 
 
 @contextmanager

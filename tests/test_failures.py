@@ -34,6 +34,7 @@ from user_script import ALL, STEPS, order, read_notes, wait_for_notes
 from lightning_ddp.comm import group
 from lightning_ddp.encoding import mean, side_stream
 from lightning_ddp.errors import CollectiveError, CollectiveTimeoutError, CommHookError, PeerFailure
+from lightning_ddp.launch import child_process
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.launch.recovery_client import Cause, cause_of_error
 from lightning_ddp.shm import shared_memory
@@ -507,8 +508,9 @@ def test_a_rank_hears_of_the_end_of_its_launcher_whose_process_id_is_gone_alread
     launcher = subprocess.Popen([sys.executable, "-c", ""])
     launcher.wait()
     monkeypatch.setattr(os, "getppid", lambda: launcher.pid)  # it ends between this and what is sent to it
+    for name in ("_launcher", "_parent"):
+        monkeypatch.setattr(child_process, name, launcher.pid)
     ours = JobContext().control
-    ours._parent_pid = launcher.pid
     record = FailureRecord.of_identity(Identity(rank=0, node_rank=0, pid=launcher.pid), GONE)
 
     def be_interrupted() -> None:

@@ -30,7 +30,7 @@ from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.launcher import node_rank_of
-from lightning_ddp.launch.zygote import ChildCommand, Launch, Program
+from lightning_ddp.launch.zygote import Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
 
@@ -324,6 +324,18 @@ def test_who_fails_between_two_runs_is_named(victim, how, then, words) -> None:
     assert words in report, context
 
 
+TWO_STRATEGIES = f"""{TRAINS}
+for options in ({{"stall_timeout": 60}}, {{"failure_grace_s": 5}}, {{"failure_grace_s": 5}}):
+    trainer(lightning_ddp.CustomDDPStrategy(**options), max_steps=1).fit(BoringModel())
+"""
+
+
+def test_options_of_a_later_strategy_that_have_no_effect_are_named_once() -> None:
+    result = run_script(TWO_STRATEGIES, timeout_s=DEADLINE_S).check()
+    assert result.stderr.count("options of this strategy have no effect") == 1, result.stderr
+    assert ": failure_grace_s stays 30.0, stall_timeout stays 60. " in result.stderr
+
+
 AFTER_A_FIT = f"""{TRAINS}
 before, devices = set(os.environ), int(sys.argv[1])
 ours, model = trainer(devices=devices, max_steps=1), BoringModel()
@@ -509,7 +521,9 @@ def children_of(
     children = Children(ended.append)
     program = Program("script", "-c", [source, *arguments])
     children.launch = Launch(
-        command=ChildCommand(program=program, cwd=os.getcwd(), logs=logs),
+        program=program,
+        cwd=os.getcwd(),
+        logs=logs,
         environment=dict(os.environ),
         first_rank=0,
         node_rank=0,
@@ -691,7 +705,7 @@ def test_a_malformed_port_is_named(monkeypatch) -> None:
     for text in ("abc", "0", "70000", "-1"):
         monkeypatch.setenv("MASTER_PORT", text)
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT='{text}': expected a port number"):
-            rendezvous.named_port()
+            rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
 
 
 def test_each_end_of_a_child_is_reported_at_once() -> None:

@@ -86,7 +86,7 @@ _launcher: int | None = None
 """Process that launched this one, if a launcher of this package did.
 
 Global, as the next: known when the package is imported, or the process forked, long before there is a job."""
-_parent: int | None = None  # the same process, or the zygote of a supervisor
+_parent: int | None = None  # the same process, or a zygote, or a forkserver
 
 
 def adopt_from_environment() -> None:
@@ -97,7 +97,8 @@ def adopt_from_environment() -> None:
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent == str(os.getppid()):
-        die_with_parent(int(parent))
+        note_launcher(int(parent))
+        end_with(int(parent))
     elif parent is not None and not is_alive(parent):
         print(
             f"lightning_ddp: the process that {PARENT_VARIABLE}={parent} names has ended, so this child"
@@ -120,15 +121,11 @@ def is_alive(pid: str | int) -> bool:
     return True
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its launcher `parent` ends; exit at once if it has ended."""
-    global _launcher, _parent
-    _launcher = _parent = parent
-    end_with(parent)
+def note_launcher(launcher: int | None) -> None:
+    """Store the process id of this process's launcher, which may not be its parent (a zygote, forkserver).
 
-
-def forked_by_zygote(launcher: int | None) -> None:
-    """Store the process id of this fork's launcher; None in rank 0, until it starts the other ranks."""
+    None in rank 0 under `run`, until it starts the other ranks.
+    """
     global _launcher, _parent
     _launcher, _parent = launcher, os.getppid()
 
@@ -147,9 +144,7 @@ def launcher_pid() -> int | None:
 
 def guarded_by() -> int:
     """Return the process id of the launcher whose guard watches this process; its own if not launched."""
-    by_function = multiprocessing.parent_process()
-    launcher = by_function.pid if _launcher is not None and by_function is not None else _launcher
-    return launcher or os.getpid()
+    return _launcher or os.getpid()
 
 
 def outlive_parent() -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_ddp.hydra_jobs.jobs import STARTER
 from lightning_ddp.launch.child_process import PARENT_VARIABLE, child_environment
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE
-from lightning_ddp.launch.zygote import ChildCommand, Fork, Launch, SupervisorLink
+from lightning_ddp.launch.zygote import Fork, Launch, SupervisorLink
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, describe_exit
 from lightning_ddp.supervise.guard import Guard
 from lightning_ddp.supervise.job_control import LocalProcesses
@@ -77,7 +78,7 @@ class Children(LocalProcesses):
         self,
         on_end: Callable[[FailureRecord], None],
         has_met: Callable[[], bool] = lambda: True,
-        starter: Callable[[ChildCommand, Mapping[str, str], Path | None], ChildProcess] | None = None,
+        starter: Callable[[Launch, Mapping[str, str], Path | None], ChildProcess] | None = None,
     ) -> None:
         self.remote: SupervisorLink | None = None
         """Starts and ends the others of its node instead, in rank 0 under `run`."""
@@ -154,10 +155,9 @@ class Children(LocalProcesses):
         environment = {**launch.environment, "LOCAL_RANK": str(slot.local_rank)}
         if slot.number:
             environment[JOIN_VARIABLE] = str(slot.number)
-        logs = launch.command.logs
-        log = None if logs is None else logs / f"{slot.rank}.log"
+        log = None if launch.logs is None else launch.logs / f"{slot.rank}.log"
         try:
-            child = _Child(slot, slot.number, self._starter(launch.command, environment, log), log)
+            child = _Child(slot, slot.number, self._starter(launch, environment, log), log)
         except BaseException as error:  # noqa: BLE001 (raised in the thread that starts it)
             started.set_exception(error)
             return
@@ -235,10 +235,15 @@ class Children(LocalProcesses):
 
 
 def _start_python(
-    command: ChildCommand, environment: Mapping[str, str], log: Path | None
+    launch: Launch, environment: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
-    handed = () if command.handed is None else (command.handed.fileno(),)
+    kind, name = launch.program.kind, launch.program.name
+    start, handed = ["-m", name] if kind == "module" else [name], ()
+    if launch.handed is not None:
+        handed = (launch.handed.fileno(),)
+        start = [STARTER, str(*handed), kind, name]
+    command = [sys.executable, *start, *launch.program.arguments]
     variables = child_environment({**environment, PARENT_VARIABLE: str(os.getpid())})
-    options: dict[str, Any] = {"env": variables, "cwd": command.cwd, "pass_fds": handed}
+    options: dict[str, Any] = {"env": variables, "cwd": launch.cwd, "pass_fds": handed}
     with contextlib.nullcontext() if log is None else log.open("ab") as out:
-        return subprocess.Popen(command.arguments, stdout=out, stderr=out, **options)
+        return subprocess.Popen(command, stdout=out, stderr=out, **options)

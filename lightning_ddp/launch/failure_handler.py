@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -26,7 +27,7 @@ from lightning_ddp.comm.nccl import WATCHDOG_VARIABLES
 from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
-from lightning_ddp.launch.child_process import guarded_by, launcher_pid
+from lightning_ddp.launch.child_process import guarded_by, launcher_pid, outlive_parent
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.desync_reporter import DesyncReporter
 from lightning_ddp.launch.process_end import (
@@ -59,6 +60,18 @@ _OWN_WORD_S = 0.3
 def is_enabled() -> bool:
     """Return True if the processes of a job are supervised: unless LIGHTNING_DDP_SUPERVISION=0."""
     return os.environ.get(_SWITCH_VARIABLE, "1") != "0"
+
+
+def _options(settings: SupervisionSettings) -> dict[str, object]:
+    """Return the options of supervision that are the same in all runs of a script, by their public names."""
+    return {
+        "heartbeat_timeout_s": settings.heartbeat_timeout_s,
+        "failure_grace_s": settings.failure_grace_s,
+        "stall_timeout": settings.stall_timeout_s,
+        "on_failure": settings.recovery or "stop",
+        "on_preemption": settings.preemption or "stop",
+        "replica_check": "warn" if settings.replicas is None else settings.replicas.name,
+    }
 
 
 class _State(Enum):
@@ -94,7 +107,6 @@ class FailureHandler:
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._settings = SupervisionSettings()
         self.end_limit = EndLimit()
-        self._parent_pid: int | None = None
         self._own: FailureRecord | None = None
         self._variables: dict[str, str | None] = {}
         self._handlers: dict[int, partial[None]] = {}
@@ -176,18 +188,15 @@ class FailureHandler:
 
     # ------------------------------------------------------------------ connecting
 
-    def connect(
-        self, server: ServerAddress, identity: Identity, settings: SupervisionSettings, parent_pid: int | None
-    ) -> None:
-        """Connect to the control server, and start supervision; the process `parent_pid` started this one."""
+    def connect(self, server: ServerAddress, identity: Identity, settings: SupervisionSettings) -> None:
+        """Connect to the control server, and start supervision, in which the launcher's end is a failure."""
         self._settings = self.end_limit.settings = settings
-        self._parent_pid = parent_pid
-        parent, called_within_s = None, ECHO_WAIT_S + 3.0
+        parent_pid, parent, called_within_s = launcher_pid(), None, ECHO_WAIT_S + 3.0
         if identity.node_rank != server.identity.node_rank:
             called_within_s += settings.heartbeat_timeout_s  # the order has to come from there
             if parent_pid is not None:
                 parent = Identity(rank=-1, node_rank=identity.node_rank, pid=parent_pid)
-        elif parent_pid == server.identity.pid:  # else the one of forkserver, whose end concerns nobody
+        elif parent_pid == server.identity.pid:
             parent = server.identity
         self.watch = ControlClient(
             server,
@@ -211,6 +220,8 @@ class FailureHandler:
         self.inspector.attach(self.watch)
         self.interrupt.device_watch = DeviceWatch(self.interrupt, self._device_failed)
         before_gloo_ends_the_process(self._gloo_failed)
+        if parent_pid is not None:
+            outlive_parent()
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Start):
@@ -221,6 +232,19 @@ class FailureHandler:
     def follow(self, trainer: Trainer) -> None:
         """Report step and hook of this Trainer to the server from now on. It is not kept alive."""
         self._trainer = weakref.ref(trainer)
+
+    def check_settings(self, settings: SupervisionSettings) -> None:
+        """Warn, in rank 0, of options of a script's later strategy that differ from those in force."""
+        in_force, given = _options(self._settings), _options(settings)
+        if settings.replicas is None:
+            del given["replica_check"]  # such a strategy sends no hashes
+        stays = [f"{name} stays {in_force[name]!r}" for name in given if given[name] != in_force[name]]
+        if stays and self.watch is not None and self.watch.identity.rank == 0:
+            warnings.warn(
+                "options of this strategy have no effect, because supervision has begun with those of the"
+                f" script's first strategy: {', '.join(stays)}. Give all strategies the same ones.",
+                stacklevel=2,
+            )
 
     # ------------------------------------------------------------------ recovery
 
@@ -505,7 +529,9 @@ class FailureHandler:
         self.watch.report(record, is_echo=False)
 
     def child_ended(self, record: FailureRecord) -> None:
-        """Report the exit of a child process of this launcher to the control server. Thread-safe."""
+        """Report a child process's exit to the server, if it matters to the other ranks. Thread-safe."""
+        if self._settings.recovery is None and not record.exit_code and self.has_met:
+            return
         if self.watch is not None:
             self.watch.post(Exited(record))
             return
@@ -559,18 +585,20 @@ class FailureHandler:
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGCONT)
-        if error.pid == self._parent_pid:  # the launching process, which is part of this job
+        if error.pid == launcher_pid():  # the launching process, which is part of this job
             self._wake_parent()
 
     def _wake_parent(self) -> None:
-        if self._parent_pid is not None and self._parent_pid == launcher_pid():
+        parent_pid = launcher_pid()
+        if parent_pid is not None:
             with suppress(ProcessLookupError):  # it ends at this very moment
-                os.kill(self._parent_pid, signal.SIGCONT)
+                os.kill(parent_pid, signal.SIGCONT)
 
     # ------------------------------------------------------------------ the end
 
     def _limit_end(self) -> None:
-        if self.is_over or not self.alarm.is_silent:
+        is_in_recovery = self.calls is not None and self.calls.is_stopped
+        if self.is_over or is_in_recovery or not self.alarm.is_silent:
             is_first = self.watch is not None and self.watch.failure is None
             self.end_limit.set(is_needed=is_first or self.is_launcher)
 

@@ -27,7 +27,7 @@ from lightning_ddp._torch import default_store, known_groups, never_destroy
 from lightning_ddp.comm.teardown import destroy_groups, remember_connections
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore, share_job
-from lightning_ddp.launch.child_process import launcher_pid, outlive_parent
+from lightning_ddp.launch.child_process import launcher_pid
 from lightning_ddp.launch.children import Children
 from lightning_ddp.launch.failure_handler import FailureHandler, is_enabled
 from lightning_ddp.launch.process_end import exit_now, show_report, waiting
@@ -75,7 +75,6 @@ class JobContext:
         self.store: Any = None  # store from which this process made its process group
         self.num_groups = 0  # of default groups since the start or a failure: the script may destroy them
         self.children: Children = Children(self._child_ended, lambda: self.control.has_met)
-        self._goes_on = False  # True if the job continues without ranks that it loses
         self.control: FailureHandler = FailureHandler(self.children)  # supervision of the present generation
         self.num_failed = 0  # number of generations that failed with an exception which the script caught
         self._start = int(os.environ.pop(JOIN_VARIABLE, "0")) if before is None else 0
@@ -101,7 +100,7 @@ class JobContext:
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
         """Set `variables`, and make this process (with `link`: its supervisor) its node's launcher."""
-        self._goes_on, self.children.remote = launch.goes_on, link
+        self.children.remote = link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
         os.environ.update(variables)
@@ -112,9 +111,7 @@ class JobContext:
             link.on_child_ended = self._child_ended
 
     def _child_ended(self, record: FailureRecord) -> None:
-        """Report the exit of a child process to the server, if it matters to the others. Thread-safe."""
-        if self._goes_on or record.exit_code or not self.control.has_met:
-            self.control.child_ended(record)
+        self.control.child_ended(record)
 
     def open_server(
         self,
@@ -164,12 +161,8 @@ class JobContext:
     ) -> None:
         """Connect to the control server unless connected; wait until all ranks have connected."""
         if self.control.watch is None:
-            address, parent_pid = self.find_server(store), launcher_pid()
-            if self.is_joining:
-                identity = replace(identity, start=self._start)
-            self.control.connect(address, identity, settings, parent_pid)
-            if parent_pid is not None:
-                outlive_parent()
+            who = replace(identity, start=self._start if self.is_joining else None)
+            self.control.connect(self.find_server(store), who, settings)
         assert self.control.watch is not None
         self.control.watch.wait_for_all(timeout_s, self.control.interrupt.check)
         self.control.interrupt.check()
@@ -291,6 +284,7 @@ class Joining:
             store = dist.PrefixStore("lightning_ddp", default_store())
             self._connect(store)
             context.store, context.num_groups = store, 1
+        context.control.check_settings(self.settings)
         if context.store is not None and not self._has_launcher and self._world_size > 1:
             with waiting(self.environment, lambda: FIRST_JOB):
                 share_job(context.store, rank=self._rank)
@@ -420,16 +414,19 @@ class ScriptRun:
 
     def _raised(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if self._control.end_script is not None:  # else a hook of the script calls this one too late
-            self._control.alarm.silence()
-            failure = None if self._control.is_over else self._control.end(error)
-            if failure is not None:
-                kind, error = type(failure), failure.with_traceback(trace)
-        self._hook_before(kind, error, trace)
+            error = self._fail(error)
+        self._hook_before(type(error), error, trace)
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Report an error of the script, unless it has failed; return the peer's failure behind it, or it."""
+        self._control.alarm.silence()
+        failure = None if self._control.is_over else self._control.end(error)
+        return error if failure is None else failure.with_traceback(error.__traceback__)
 
     def finish(self, error: BaseException | None) -> BaseException | None:
         """End this run before the process ends, and return the error that ends it, or None.
 
-        Waits until all ranks have ended it, unless there is an `error`. Does nothing at a second call.
+        Waits until all ranks have ended it, unless this one has failed. Does nothing at a second call.
         """
         control = self._control
         if control.end_script is None:
@@ -442,30 +439,21 @@ class ScriptRun:
             if error is None and not control.is_ending:
                 control.leave_together()
             control.alarm.silence()
-        except BaseException as raised:  # noqa: BLE001 (the job of Hydra fails with it)
+        except BaseException as raised:  # noqa: BLE001 (the job of Hydra, or the script, fails with it)
             control.alarm.silence()
             error = raised if error is None else error
-        if error is not None and not control.is_over:
-            failure = control.end(error)
-            error = error if failure is None else failure.with_traceback(error.__traceback__)
+        error = None if error is None else self._fail(error)
         control.leave()
         return error
 
     def _end(self) -> None:
-        """Wait until all ranks have come to the end of the script, unless this one has failed."""
-        control = self._control
-        if control.is_inherited:
+        if self._control.is_inherited:
             return
-        try:
-            if not control.is_ending:
-                control.leave_together()
-        except BaseException as error:  # noqa: BLE001 (nobody is left to catch it)
-            control.alarm.silence()
-            traceback.print_exception(control.end(error) or error)
-            if not control.is_launcher:  # the launching process still ends the others
+        error = self.finish(None)
+        if error is not None:
+            traceback.print_exception(error)  # nobody is left to catch it
+            if not self._control.is_launcher:  # the launching process still ends the others
                 exit_now(1)
-        finally:
-            control.leave()
 
 
 # ---------------------------------------------------------------------- the job of this process

@@ -49,14 +49,14 @@ from lightning_ddp._lightning import (
 from lightning_ddp._torch import keep_sockets_in
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.hydra_jobs.jobs import jobs, restore, share_job
-from lightning_ddp.launch.child_process import after_imports, begin_run, die_with_parent, forked_by_zygote
+from lightning_ddp.launch.child_process import after_imports, begin_run, end_with, note_launcher
 from lightning_ddp.launch.children import exit_message, exit_record
 from lightning_ddp.launch.failure_handler import is_enabled
 from lightning_ddp.launch.job_context import FIRST_JOB, JobContext, end_job, job_context
 from lightning_ddp.launch.process_end import waiting
 from lightning_ddp.launch.rendezvous import open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
-from lightning_ddp.launch.zygote import ChildCommand, Launch, Program, supervisor_link
+from lightning_ddp.launch.zygote import Launch, Program, supervisor_link
 from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import Guard
@@ -140,7 +140,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
             "WORLD_SIZE": str(world_size),
         }
         try:
-            command = self._command_of(context, first_rank)
+            if self.num_nodes > 1 and jobs().config() is not None:  # the nodes agree on the job
+                with waiting(environment, lambda: FIRST_JOB, first_rank):
+                    share_job(rendezvous.find(environment, self._timeout), rank=first_rank)
+            program, logs, job = _program(), _folder_for_logs(), jobs().handover(end_job)
+            cwd, handed = jobs().runtime("cwd") or os.getcwd(), None if job is None else job.to_file()
         except BaseException:
             rendezvous.close()
             raise
@@ -148,7 +152,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if replaces and node_rank != 0 and not context.is_joining:
             context.is_joining = rendezvous.comes_back()
         launch = Launch(
-            command=command,
+            program=program,
+            cwd=cwd,
+            handed=handed,
+            logs=logs,
             environment={**os.environ, **variables, **rendezvous.handed},
             first_rank=first_rank,
             node_rank=node_rank,
@@ -168,23 +175,15 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 settings=self._settings,
             )
         if link is not None:
-            forked_by_zygote(link.supervisor)
+            note_launcher(link.supervisor)
             link.launch(launch)
         else:
             context.children.start_all()
-        if command.handed is not None:
+        if handed is not None:
             if not replaces:  # others may be started later
-                command.handed.close()
+                handed.close()
             if first_rank == 0:
                 jobs().publish_to(context.rendezvous.hosted.set)
-
-    def _command_of(self, context: JobContext, first_rank: int) -> ChildCommand:
-        """Return the command of the child processes, once the nodes agree on the job that Hydra composed."""
-        environment = self.cluster_environment
-        if self.num_nodes > 1 and jobs().config() is not None:
-            with waiting(environment, lambda: FIRST_JOB, first_rank):
-                share_job(context.rendezvous.find(environment, self._timeout), rank=first_rank)
-        return child_command()
 
 
 def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
@@ -206,28 +205,19 @@ def node_rank_of(environment: ClusterEnvironment, num_nodes: int) -> int:
     return int(environment.node_rank())
 
 
-# ---------------------------------------------------------------------- the command of a child
+# ---------------------------------------------------------------------- the program of a child
 
 
-def child_command() -> ChildCommand:
-    """Return the command that runs this program again, with the present Hydra job if there is one."""
-    elsewhere = jobs().program()
-    program = Program(*elsewhere, []) if elsewhere else Program(*_program(), sys.argv[1:])
-    handover = jobs().handover(end_job)
-    if handover is None:
-        return ChildCommand(program=program, cwd=os.getcwd())
-    logs = _folder_for_logs()
-    cwd = jobs().runtime("cwd") or os.getcwd()
-    return ChildCommand(program=program, cwd=cwd, handed=handover.to_file(), logs=logs)
-
-
-def _program() -> tuple[str, str]:
-    """Return what this process runs: `("script", path)` or `("module", name)`."""
+def _program() -> Program:
+    """Return the script or module that this process runs, with its arguments."""
     import __main__  # at this moment: it is another module while a program is run by runpy
 
+    elsewhere = jobs().program()
+    if elsewhere is not None:
+        return Program(*elsewhere, [])
     spec = getattr(__main__, "__spec__", None)
     if spec is not None and spec.name != "__main__":
-        return "module", spec.name
+        return Program("module", spec.name, sys.argv[1:])
     # Python has made the path absolute when it started, while the working directory may have changed since
     path = getattr(__main__, "__file__", None) or sys.argv[0]
     if spec is not None:  # a folder with a __main__.py, which was run by its path
@@ -238,7 +228,7 @@ def _program() -> tuple[str, str]:
             " processes cannot run it again. Use strategy='custom_ddp_spawn', 'custom_ddp_fork' or"
             " 'custom_ddp_notebook', or put the program into a file."
         )
-    return "script", os.path.abspath(path)
+    return Program("script", os.path.abspath(path), sys.argv[1:])
 
 
 def _folder_for_logs() -> Path | None:
@@ -292,27 +282,20 @@ def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes
 
 
 class _Result:
-    """Result of the processes, in a file, which has the interface of a queue.
+    """Result of the processes, in a file, into which Lightning puts it as into a queue.
 
     A pipe blocks the process that fills it, while the launching one reads only after all have exited. What is
     in a file is whole, and needs no living process: a tensor is pickled by value.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def put(self, result: Any) -> None:
-        part = self._path.with_suffix(f".{os.getpid()}")
+        part = self.path.with_suffix(f".{os.getpid()}")
         with part.open("wb") as file:
             pickle.dump(result, file)
-        part.replace(self._path)
-
-    def empty(self) -> bool:
-        return not self._path.exists()
-
-    def get(self) -> Any:
-        with self._path.open("rb") as file:
-            return pickle.load(file)
+        part.replace(self.path)
 
 
 class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
@@ -444,7 +427,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         finally:
             for path in started.error_files:
                 Path(path).unlink(missing_ok=True)
-        return results.get()
+        with results.path.open("rb") as file:
+            return pickle.load(file)
 
     def _wait(self, server: ControlServer, results: _Result) -> bool:
         """Wait until all processes have exited with 0 (then True), or one has failed and it is known why.
@@ -469,7 +453,7 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
             if all(codes[n] == 0 for n in counting):
                 if failure is not None:  # and nobody else is left to be told of it
                     raise failure.to_error(is_rank=False)
-                if not results.empty():
+                if results.path.exists():
                     return True
             wait([process.sentinel for process in self.procs if process.exitcode is None], _LOOK_AGAIN_S)
 
@@ -500,9 +484,11 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         results: Any,
         *rest: Any,
     ) -> None:
-        die_with_parent(os.getppid())
         launcher = mp.parent_process()
-        if launcher is not None and not launcher.is_alive():  # gone while this process was starting
+        assert launcher is not None
+        note_launcher(launcher.pid)
+        end_with(os.getppid())
+        if not launcher.is_alive():  # gone while this process was starting
             os._exit(1)
         if self._all_forked is not None:
             self._all_forked.wait()

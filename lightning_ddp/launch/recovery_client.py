@@ -30,11 +30,12 @@ from lightning_ddp.supervise.client import ControlClient
 from lightning_ddp.supervise.failure_detection import EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import text_of
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
-from lightning_ddp.supervise.orders import NewGeneration, Progress
+from lightning_ddp.supervise.orders import NewGeneration, Progress, RankPhase
 from lightning_ddp.supervise.rank_state import RankState
 
 _LOOK_EVERY_S = 0.05
 _ASK_EVERY = 10  # number of looks after which the state is reported once more
+_STOPPED = {RankPhase.STOPPED, RankPhase.MEETING, RankPhase.STANDING, RankPhase.ENTERING}
 _EXPLAINED_WITHIN_S = 2 * EXIT_WAIT_S
 """Seconds that a rank which cannot connect to others waits for the loss that explains it."""
 _FROM_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
@@ -124,6 +125,11 @@ class RecoveryClient:
 
     # ------------------------------------------------------------------ the main thread
 
+    @property
+    def is_stopped(self) -> bool:
+        """True from `stop` to `settle`, while nothing interrupts the main thread."""
+        return self.state.phase in _STOPPED
+
     def defer(self, is_deferred: bool) -> None:
         """Defer interruptions of the main thread (from backward to step boundary), or allow them again."""
         self._alarm.defer(is_deferred)
@@ -170,7 +176,7 @@ class RecoveryClient:
         """Report how far this process has trained; wait for the next generation of ranks; return it.
 
         Returns None if this process is to exit with code 0, as it has left or the others have ended.
-        `progress` is None for a process without state; `check` is called now and then.
+        `progress` is None for a process without state; `check` raises if the job has failed.
         """
         watch = self._watch
         if progress is None:
@@ -188,10 +194,10 @@ class RecoveryClient:
                         self._interrupt.clear()
                         if progress is None:
                             self.heard_at = time.monotonic()
+                check()  # after the interrupt was cleared, which may have been set for the job's last failure
                 if new is not None or watch.has_been_left:
                     return new
                 self._changed.wait(_LOOK_EVERY_S)
-                check()
 
     def begin_fit(self) -> None:
         """Restart the count of a fit's step boundaries; all ranks call it after equally many boundaries."""

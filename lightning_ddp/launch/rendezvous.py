@@ -172,21 +172,14 @@ class Rendezvous:
             self._hosted = None
 
 
-def named_port() -> int | None:
-    """Return the port that the user named in MASTER_PORT, or None."""
-    text = os.environ.get("MASTER_PORT")
-    if not text:
-        return None
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ConfigurationError(f"MASTER_PORT={text!r}: expected a port number (1 to 65535)")
-    return int(text)
-
-
 def _port_of(environment: ClusterEnvironment) -> int | None:
     """Return the store's port that the user or cluster named; None where Lightning would draw one."""
-    if isinstance(environment, LightningEnvironment) and "STANDALONE_PORT" not in os.environ:
-        return named_port()
-    return int(environment.main_port)
+    if not isinstance(environment, LightningEnvironment) or "STANDALONE_PORT" in os.environ:
+        return int(environment.main_port)
+    text = os.environ.get("MASTER_PORT")
+    if text and (not text.isdigit() or not 0 < int(text) < 65536):
+        raise ConfigurationError(f"MASTER_PORT={text!r}: expected a port number (1 to 65535)")
+    return int(text) if text else None
 
 
 def _meet_by_environment(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_ddp._lightning import read_rank_again
-from lightning_ddp.launch.child_process import forked_by_zygote, keep_files
+from lightning_ddp.launch.child_process import keep_files, note_launcher
 from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.process_end import show_report
 from lightning_ddp.launch.rendezvous import JOIN_VARIABLE, open_store
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.launch.zygote import (
-    ChildCommand,
     Fork,
     Launch,
     Program,
@@ -78,12 +77,12 @@ def supervise(program: Program) -> NoReturn:
         try:
             start, files = serve(asked, supervisor)
             if start.environment is None:
-                forked_by_zygote(None)
+                note_launcher(None)
                 become_supervised(SupervisorLink(asking, supervisor), passed_on)
             else:
                 asking.detach()
                 _become_rank(start, start.environment, files)
-                forked_by_zygote(supervisor)
+                note_launcher(supervisor)
                 become_supervised(None, passed_on)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException as error:  # noqa: BLE001 (a fork must not continue as its parent)
@@ -172,11 +171,6 @@ class JobHost(LocalProcesses):
         self.children = Children(self._ended, starter=self._start)
         self._has_lost_zygote = self._is_ending = False
 
-    @property
-    def _job(self) -> Launch | None:
-        """Rank 0's request to start the other ranks, while their job lasts; else None."""
-        return self.children.launch
-
     # ------------------------------------------------------------------ requests of rank 0
 
     def open_store(self, address: str, port: int | None, named_by: str) -> int:
@@ -198,8 +192,7 @@ class JobHost(LocalProcesses):
     def launch(self, launch: Launch, handed: int | None = None) -> None:
         """Start the node's other ranks; `handed` is a file descriptor of the job that Hydra composed."""
         if handed is not None:
-            command = replace(launch.command, handed=os.fdopen(handed, "rb"))
-            launch = replace(launch, command=command)
+            launch = replace(launch, handed=os.fdopen(handed, "rb"))
         self.children.launch = launch
         self.children.start_all()
 
@@ -209,8 +202,7 @@ class JobHost(LocalProcesses):
 
     def finish(self) -> FailureRecord | None:
         """Wait for the other ranks to end; return the job's first failure, and reset for the next job."""
-        self._wait_for_others()
-        failure = self._verdict()
+        failure = self._wait_for_others()
         self._close()
         self.children, self._failure = Children(self._ended, starter=self._start), None
         return failure
@@ -231,19 +223,19 @@ class JobHost(LocalProcesses):
         """Wake stopped ranks of this node by SIGCONT, and have the guard kill those that end too late."""
         self._first.send_signal(signal.SIGCONT)
         self.children.send_signal(signal.SIGCONT)
-        if self._job is not None:
+        if self.children.launch is not None:
             is_gone = self._first.returncode is not None
-            grace_s = min(self._job.grace_s, PATIENCE_S if is_gone else math.inf)
+            grace_s = min(self.children.launch.grace_s, PATIENCE_S if is_gone else math.inf)
             tell_guard(os.getpid(), -1, True, grace_s)
 
     # ------------------------------------------------------------------ ends
 
-    def _start(self, command: ChildCommand, environment: Mapping[str, str], log: Path | None) -> Fork:
-        job = None if command.handed is None else command.handed.fileno()
+    def _start(self, launch: Launch, environment: Mapping[str, str], log: Path | None) -> Fork:
+        job = None if launch.handed is None else launch.handed.fileno()
         start = Start(
-            program=replace(command.program, job=job),
+            program=replace(launch.program, job=job),
             environment=environment,
-            cwd=command.cwd,
+            cwd=launch.cwd,
             log=None if log is None else str(log),
         )
         return self._zygote.start(start, {} if job is None else {job: job})
@@ -259,7 +251,7 @@ class JobHost(LocalProcesses):
     def tell_first(self, number: int, result: Any) -> None:
         """Send rank 0 the result of its request `number`, or with number 0 the exit of a child."""
         with self._link_lock, contextlib.suppress(OSError):  # it has ended
-            send(self._link, (number, result, number and self._job is None))
+            send(self._link, (number, result, number and self.children.launch is None))
 
     def send_signal_to_first(self, number: int) -> None:
         """Send a signal to the lowest rank of this node that still runs."""
@@ -288,11 +280,10 @@ class JobHost(LocalProcesses):
         code = self._first.returncode or 0
         node_rank = self.children.node_rank
         who = Identity(rank=self.children.first_rank, node_rank=node_rank, pid=self._first.pid)
-        if self._job is not None and not self._has_lost_zygote:
+        if self.children.launch is not None and not self._has_lost_zygote:
             self._ended(exit_record(who, 0 if code == PREEMPTED else code))
-        self._wait_for_others()
-        failure, server = self._verdict(), self._server
-        has_gone_on = server is not None and failure is None and self._is_left_behind()
+        failure = self._wait_for_others()
+        has_gone_on = self._server is not None and failure is None and self._is_left_behind()
         codes = {code, *(process.returncode for process in self.children.procs)}
         self._close()
         if has_gone_on:
@@ -302,10 +293,13 @@ class JobHost(LocalProcesses):
         show_report(failure)
         return 1 if self._has_lost_zygote else code or 1
 
-    def _wait_for_others(self) -> None:
-        """Wait until all other ranks have ended; kill those that do not end after rank 0."""
-        server, code = self._server, self._first.returncode
-        grace_s = 0.0 if self._job is None else self._job.grace_s
+    def _wait_for_others(self) -> FailureRecord | None:
+        """Wait until all other ranks have ended; kill those that do not end after rank 0.
+
+        Returns the job's first failure or None, after a short wait if a rank of this node has failed.
+        """
+        server, code, job = self._server, self._first.returncode, self.children.launch
+        grace_s = 0.0 if job is None else job.grace_s
         ends_at = time.monotonic() + max(0.0 if code else _EXIT_GRACE_S, grace_s + _LATER_S)
         if code and server is None and self.children.node_rank == 0:
             self.children.kill()  # nobody has told them
@@ -319,22 +313,19 @@ class JobHost(LocalProcesses):
                         process.send_signal(signal.SIGKILL)
             if time.monotonic() > ends_at:
                 self.children.end(0.0)
-
-    def _is_left_behind(self) -> bool:
-        """Return True if the other ranks continue without rank 0, as far as is known here."""
-        server = self._server
-        if server is None:
-            return self._job is not None and self._job.node_rank != 0 and self._job.goes_on
-        is_member = any(who.pid == self._first.pid for who in server.identities)
-        return server.goes_on and server.has_met and not is_member
-
-    def _verdict(self) -> FailureRecord | None:
-        """Return the job's first failure or None, after a short wait if a rank of this node has failed."""
         if self._server is None:
             return self._failure
         has_failed = any(process.returncode for process in [self._first, *self.children.procs])
         waits = has_failed and not self._is_left_behind()
         return self._server.wait_for_verdict(ECHO_WAIT_S + EXIT_WAIT_S if waits else 0.0)
+
+    def _is_left_behind(self) -> bool:
+        """Return True if the other ranks continue without rank 0, as far as is known here."""
+        server, job = self._server, self.children.launch
+        if server is None:
+            return job is not None and job.node_rank != 0 and job.goes_on
+        is_member = any(who.pid == self._first.pid for who in server.identities)
+        return server.goes_on and server.has_met and not is_member
 
     def _close(self) -> None:
         """Close the control server, kill the children that are left, and end their guard process."""

@@ -43,7 +43,6 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from lightning_ddp.hydra_jobs.jobs import STARTER
 from lightning_ddp.launch.child_process import end_with, is_alive
 from lightning_ddp.supervise.failure_record import FailureRecord
 
@@ -76,8 +75,8 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChildCommand:
-    """Command, working directory, log folder and Hydra job with which a node's other ranks are started."""
+class Launch:
+    """Request to start the ranks of a node: program, environment, number of ranks, time to end."""
 
     program: Program
     cwd: str
@@ -85,21 +84,6 @@ class ChildCommand:
     """File with the job that Hydra composed, for all ranks; None without Hydra."""
     logs: Path | None = None
     """Folder for the output of ranks; None for the terminal of this process."""
-
-    @property
-    def arguments(self) -> list[str]:
-        kind, name = self.program.kind, self.program.name
-        start = ["-m", name] if kind == "module" else [name]
-        if self.handed is not None:
-            start = [STARTER, str(self.handed.fileno()), kind, name]
-        return [sys.executable, *start, *self.program.arguments]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Request to start the ranks of a node: command, environment, number of ranks, time to end."""
-
-    command: ChildCommand
     environment: Mapping[str, str]
     """Environment variables of all of them, without LOCAL_RANK."""
     first_rank: int
@@ -366,9 +350,8 @@ class SupervisorLink:
         return dist.TCPStore(address, bound, is_master=False)
 
     def launch(self, launch: Launch) -> None:
-        handed = launch.command.handed
-        files = () if handed is None else (handed.fileno(),)
-        self.ask("launch", replace(launch, command=replace(launch.command, handed=None)), files=files)
+        files = () if launch.handed is None else (launch.handed.fileno(),)
+        self.ask("launch", replace(launch, handed=None), files=files)
 
     def note_failure(self, record: FailureRecord) -> None:
         with suppress(OSError):  # it was killed
