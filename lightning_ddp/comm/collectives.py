@@ -102,7 +102,7 @@ def broadcast(
     call = Call(group, tensor.device, label, timeout)
     check_rank(group, src, "broadcast from")
     contiguous = tensor.detach().contiguous()
-    call.wait(call.start(lambda: group.broadcast(numbers(contiguous), src, label=label)))
+    call.run(group.broadcast, numbers(contiguous), src)
     if contiguous.data_ptr() != tensor.data_ptr() and group.rank != src:
         tensor.detach().copy_(contiguous)
     return tensor
@@ -167,7 +167,7 @@ def gathered_by(call: Call, tensor: torch.Tensor) -> torch.Tensor:
         group.note_sent(outputs)
         return group.process_group.allgather([outputs], [mine])
 
-    call.wait(call.start(lambda: group.start("all_gather", (mine,), begin, label=call.label)))
+    call.run(group.start, "all_gather", (mine,), begin)
     return stacked
 
 
@@ -263,7 +263,7 @@ def all_reduce(
     """
     call = Call(group, tensor.device, label, timeout)
     sent, sent_op = _sendable(tensor, op)
-    call.wait(call.start(lambda: group.all_reduce(sent, sent_op, label=label)))
+    call.run(group.all_reduce, sent, sent_op)
     return _write_back(tensor, sent, op, group.size)
 
 
@@ -315,7 +315,7 @@ def reduce(
     options.rootRank = dst
     real = torch.view_as_real(sent) if sent.is_complex() else sent
     begin = partial(group.process_group.reduce, [real], options)
-    call.wait(call.start(lambda: group.start(f"reduce to {dst}", (real,), begin, label=label)))
+    call.run(group.start, f"reduce to {dst}", (real,), begin)
     return _write_back(tensor, sent, op, group.size) if is_root else tensor
 
 
@@ -379,7 +379,7 @@ def broadcast_nested(
 
     def send(data: bytes) -> list[bytes]:
         tensor = _to_tensor(data, device)
-        call.wait(_start_broadcast(call, tensor, src))
+        call.run(group.broadcast, tensor, src)
         return [_to_bytes(group, tensor)]
 
     if group.rank == src:
@@ -455,15 +455,11 @@ def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, ch
     under_way = []
     for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
         flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
-        under_way.append((_start_broadcast(call, flat, src), flat, chunk))
+        under_way.append((call.start(call.group.broadcast, flat, src), flat, chunk))
     for work, flat, chunk in under_way:
         call.wait(work)
         if len(chunk) > 1 and call.group.rank != src:
             unpack(flat, chunk)
-
-
-def _start_broadcast(call: Call, tensor: torch.Tensor, src: int) -> Any:
-    return call.start(lambda: call.group.broadcast(tensor, src, label=call.label))
 
 
 def _to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
