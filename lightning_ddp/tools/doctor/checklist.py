@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lightning_ddp.comm import nccl
 from lightning_ddp.comm.group import Group, sibling_group
 from lightning_ddp.comm.teardown import abort_groups, destroy_groups, retire_groups, wait_for_aborts
+from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.telemetry.timeline import load_folder
@@ -172,7 +173,7 @@ class Drill:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             return (total - free) / 2**20
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 DRILLS: Final = ("begin", "communicate", "abort", "rejoin", "repeat")
@@ -242,7 +243,7 @@ def _versions(site: _Site) -> str:
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        driver = answer.split()[0]
+        driver = answer.partition("\n")[0].strip() or driver
     return f"torch {torch.__version__}, {site.backend}, NCCL {site.facts['nccl']}, driver {driver}"
 
 
@@ -423,8 +424,9 @@ def _answer(site: _Site, name: str, item: Callable[[_Site], str]) -> tuple[Level
         return "PASS", item(site)
     except _NotHere as reason:
         return "NOT HERE", str(reason)
-    except ToolError as error:
-        return "FAIL", shorten(str(error))
+    except Exception as error:  # noqa: BLE001 (the other items are to be answered in any case)
+        text = str(error) if isinstance(error, LightningDDPError) else f"{type(error).__name__}: {error}"
+        return "FAIL", shorten(text)
 
 
 def _sites(settings: Settings) -> Iterator[tuple[_Site, dict[str, str]]]:
