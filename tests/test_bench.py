@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import re
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -220,6 +221,15 @@ def test_forked_ranks_free_no_group_that_the_starting_process_has_left() -> None
         run_ranks(collect_garbage, None, world_size=1, timeout_s=60, start_method="fork")
     finally:
         gc.enable()
+
+
+def leave_early(context: RankContext, code: int) -> None:
+    sys.exit(code)
+
+
+def test_a_rank_that_exits_before_its_work_is_done_is_not_waited_for() -> None:
+    with pytest.raises(ToolError, match="a rank exited with 0 before its work was done"):
+        run_ranks(leave_early, 0, world_size=1, timeout_s=10, start_method="fork")
 
 
 def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list[float]]:
