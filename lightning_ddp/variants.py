@@ -165,7 +165,8 @@ def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | Non
             " the name of a variant, strategy='custom_ddp'."
         )
     for plugin in plugins if isinstance(plugins, list | tuple) else [plugins]:
-        if isinstance(plugin, CustomDDPStrategy) or _is_class_of_ours(plugin) or plugin in _variants:
+        is_variant = isinstance(plugin, str) and plugin in _variants
+        if is_variant or isinstance(plugin, CustomDDPStrategy) or _is_class_of_ours(plugin):
             return (
                 "since Lightning 1.6 a strategy is not a plugin. Instead of plugins= use"
                 " strategy=CustomDDPStrategy(...), or the name of a variant, strategy='custom_ddp'."

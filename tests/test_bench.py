@@ -6,26 +6,42 @@ No test asserts a time: figures depend on the machine, their meaning does not.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import json
 import math
+import os
 import re
+import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from harness import RunningScript, start_script
+from harness.namespaces import can_shape_links
 
 from lightning_ddp.__main__ import main
-from lightning_ddp.tools import ToolError
-from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare
-from lightning_ddp.tools.bench.runs import run_to_recovery
+from lightning_ddp.tools import ToolError, held_back, unwinds_at_sigterm
+from lightning_ddp.tools.bench import Benchmark, Comparison, Result, compare, runs
+from lightning_ddp.tools.bench.runs import ALONE, WITH_OURS, run_to_recovery, time_first_batch, time_import
 from lightning_ddp.tools.command_line import format_table, paired_ratio, picture_path
 from lightning_ddp.tools.ranks import RankContext, RoundRobin, run_ranks
+
+DEADLINE_S = 240.0
+DEATH_DEADLINE_S = 10
+FIRST_BATCH = """
+import json, sys, time
+given = json.loads(sys.argv[1])
+print("noise")
+print(f"FIRST_BATCH {time.time() + 100 * given['devices'] * (1 + (given['strategy'] == 'ddp')):.6f}")
+"""
 
 # Statistics and reports
 
@@ -222,6 +238,15 @@ def test_forked_ranks_free_no_group_that_the_starting_process_has_left() -> None
         gc.enable()
 
 
+def leave_early(context: RankContext, code: int) -> None:
+    sys.exit(code)
+
+
+def test_a_rank_that_exits_before_its_work_is_done_is_not_waited_for() -> None:
+    with pytest.raises(ToolError, match="a rank exited with 0 before its work was done"):
+        run_ranks(leave_early, 0, world_size=1, timeout_s=10, start_method="fork")
+
+
 def take_three_turns(context: RankContext, orders: list[list[int]]) -> list[list[float]]:
     """When this process began and ended each of its turns; every order lists the replicas."""
     turns, spans = RoundRobin(context.store, context.world_size), []
@@ -253,3 +278,132 @@ def test_replicas_have_groups_of_their_own_and_work_in_turns() -> None:
 def test_missing_gpu_is_named_before_anything_is_spawned() -> None:
     with pytest.raises(ToolError, match="--world-size 1 needs as many GPUs, found 0"):
         run_ranks(fail_on_rank_1, "", world_size=1, device="cuda", timeout_s=120)
+
+
+# Scripts that are timed
+
+
+def test_each_number_of_devices_is_compared_by_itself_after_an_uncounted_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, path = tmp_path / "first_batch.py", tmp_path / "a.json"
+    script.write_text(FIRST_BATCH)
+    monkeypatch.setattr(runs, "SCRIPT", script)
+    monkeypatch.setattr(runs, "STARTS", {"custom_ddp": (), "run": ("-B",), "ddp": ()})
+    imports = iter([(9.0, 99.0), (1.0, 1.25), (2.0, 2.75)])
+    names = (ALONE, WITH_OURS)
+    monkeypatch.setattr(runs, "time_import", lambda timeout_s: dict(zip(names, next(imports), strict=True)))
+    options = ["--world-size", "2", "4", "--rounds", "2", "--json", str(path)]
+    assert main(["bench", "launch", *options]) == 0
+    document = json.loads(path.read_text())
+    for devices in (2, 4):
+        samples = document["samples"][f"first batch, {devices} devices"]
+        for name, factor in (("custom_ddp", 100), ("run", 100), ("ddp", 200)):
+            # counted from the start of the script, which itself takes a fraction of a second
+            assert len(samples[name]) == 2
+            assert all(factor * devices < value < factor * devices + 60 for value in samples[name])
+    assert document["samples"]["import"] == {ALONE: [1.0, 2.0], WITH_OURS: [1.25, 2.75]}
+    assert document["summary"]["import_adds_ms"] == 500.0
+    assert "first batch, 4 devices  ddp" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_import_is_that_of_lightning_and_this_package_after_it() -> None:
+    found = time_import(600.0)
+    assert 0 < found[ALONE] < found[WITH_OURS]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys; print('the reason'); sys.exit(3)", "(?s)ended with status 3.*the reason"),
+        ("print('the reason')", "(?s)did not reach FIRST_BATCH.*the reason"),
+    ],
+)
+def test_script_without_a_first_batch_is_an_error_with_its_output(
+    source: str, message: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    with pytest.raises(ToolError, match=message):
+        time_first_batch(script, {}, timeout_s=60)
+
+
+def test_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
+    pid_file = tmp_path / "child.pid"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "pathlib.Path(json.loads(sys.argv[1])['path']).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    with pytest.raises(ToolError, match=r"still running after 2 s"):
+        time_first_batch(script, {"path": str(pid_file)}, timeout_s=2)
+    child = int(pid_file.read_text())
+    deadline = time.monotonic() + DEATH_DEADLINE_S
+    with contextlib.suppress(psutil.NoSuchProcess):  # gone, which is as good as a zombie
+        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the script's child outlived it"
+
+
+# SIGTERM
+
+
+def sessions_of(script: RunningScript) -> list[int]:
+    """The script that is measured: the process with a session of its own."""
+    found = []
+    for one in script.processes():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found += [one.pid] if os.getsid(one.pid) == one.pid != script.pid else []
+    return found
+
+
+def namespaces_of(script: RunningScript) -> list[Path]:
+    """The names of the namespaces, once both ranks have entered theirs."""
+    inodes, found = set(), []
+    for one in script.processes():
+        with contextlib.suppress(FileNotFoundError):  # such as `ip`, which has ended meanwhile
+            inodes.add(os.stat(f"/proc/{one.pid}/ns/net").st_ino)
+    for path in Path("/var/run/netns").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another test's
+            found += [path] if path.stat().st_ino in inodes else []
+    return found if len(found) == 2 else []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("namespaces")
+@pytest.mark.parametrize(
+    ("arguments", "find"),
+    [(["failures"], sessions_of), (["hooks", "--links", "100"], namespaces_of)],
+    ids=["script", "link"],
+)
+def test_sigterm_removes_what_a_benchmark_has_made(arguments, find, tmp_path: Path) -> None:
+    if find is namespaces_of and not can_shape_links():
+        pytest.skip("needs network namespaces (root)")
+    env, made = {"TMPDIR": str(tmp_path)}, []
+    with start_script("lightning_ddp", ["bench", *arguments], env, fresh=True, is_module=True) as script:
+        script.wait_until(lambda: made.extend(find(script)) or made, DEADLINE_S)
+        assert list(tmp_path.iterdir()), "it has no scratch folder"
+        os.kill(script.pid, signal.SIGTERM)
+        result = script.wait(DEADLINE_S)  # raises if a process is left
+    assert result.returncode == 143, result.stderr
+    assert "ended by SIGTERM\n" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+    assert find is sessions_of or not [path for path in made if path.exists()]
+
+
+def test_what_is_being_started_is_finished_before_sigterm_ends_it() -> None:
+    before, steps = signal.getsignal(signal.SIGTERM), []
+
+    def start() -> None:
+        with held_back():
+            signal.raise_signal(signal.SIGTERM)
+            steps.append("started")
+        steps.append("not reached")
+
+    with pytest.raises(SystemExit, match="143"), unwinds_at_sigterm():
+        start()
+    assert steps == ["started"]
+    assert signal.getsignal(signal.SIGTERM) == before

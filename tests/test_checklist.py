@@ -6,6 +6,7 @@ A defect is a file that each rank runs first (`--preload`), or a variable of the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,6 +89,22 @@ def test_a_name_that_no_item_has_is_an_error(tmp_path, capsys):
         main(["doctor", "--verify", "--device", "cpu", "--full", str(tmp_path / "x"), "--only", "abotr"]) == 1
     )
     assert "no item begins with abotr" in capsys.readouterr().out
+
+
+def test_an_item_that_raises_any_error_fails_alone(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")  # no driver, and no error
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setitem(ITEMS, "4 watchdog", lambda site: 1 / 0)
+    status, found = checklist(tmp_path, "versions", "watchdog", "forensics")
+    assert status == 1
+    assert {name: item["level"] for name, item in found.items()} == {
+        "1 versions": "PASS",
+        "4 watchdog": "FAIL",
+        "5 forensics": "PASS",
+    }
+    assert found["4 watchdog"]["message"] == "ZeroDivisionError: division by zero"
+    assert found["1 versions"]["message"].endswith("driver none")
 
 
 # ---------------------------------------------------------------------- planted defects

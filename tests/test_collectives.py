@@ -97,6 +97,21 @@ def test_tensors_of_every_dtype_are_moved_and_reduced(check, size, kind) -> None
     on_threads(check, size, kind)
 
 
+def test_a_pending_conjugation_or_sign_is_sent_as_well() -> None:
+    def tensors_of(rank):
+        values = (torch.arange(200) * (1 + 2j) + 3j * rank).conj()
+        return [values, values.imag]
+
+    def check(rank, size, group):
+        for index, (first, second) in enumerate(zip(tensors_of(0), tensors_of(1), strict=True)):
+            assert torch.equal(comm.all_gather(group, tensors_of(rank)[index])[1], second)
+            assert torch.equal(comm.broadcast(group, tensors_of(rank)[index], 1), second)
+            assert torch.equal(comm.broadcast_nested(group, tensors_of(rank), 1, CPU)[index], second)
+            assert torch.equal(comm.all_reduce(group, tensors_of(rank)[index]), first + second)
+
+    on_threads(check, 2, "gloo")
+
+
 def truth(rank, size, group):
     flags = torch.tensor([True, rank == 0, False])
     seen = [comm.all_reduce(group, flags.clone(), op).tolist() for op in ("sum", "max", "product", "min")]
@@ -248,6 +263,8 @@ def test_broadcast_coalesced_in_chunks_of_mixed_kinds() -> None:
             torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
             torch.randn(2, 2, dtype=torch.float64),
             torch.randint(0, 9, (5,)),
+            torch.randint(0, 9, (5,), dtype=torch.int16),
+            torch.randint(0, 9, (2**19,), dtype=torch.int16),
             torch.empty(0),
             torch.randn(7, 3).t(),
             torch.randn(1000),

@@ -18,7 +18,7 @@ from harness import RUN, ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
 
-from lightning_ddp.hydra_jobs.jobs import pack, unpack
+from lightning_ddp.hydra_jobs.jobs import jobs, pack, unpack, withhold_files
 
 TESTS = ROOT / "tests"
 DEADLINE_S = 300.0
@@ -138,6 +138,38 @@ def test_a_class_whose_module_was_executed_again_is_handed_over_by_its_name(tmp_
     assert received == config
     assert OmegaConf.get_type(config.hydra.launcher) is first.Conf
     assert OmegaConf.get_type(received.hydra.launcher) is second.Conf
+
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_first"),
+    [
+        ({}, True),
+        (
+            {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "1"},
+            True,
+        ),  # it numbers the nodes
+        (TORCHRUN, False),  # with a store of its own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+        ({"LOCAL_RANK": "1"}, False),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),  # a pod
+        ({"SLURM_PROCID": "1"}, False),
+        ({"SKYPILOT_NODE_RANK": "1"}, False),
+        ({"PET_NODE_RANK": "1"}, False),
+    ],
+)
+def test_only_rank_0_writes_files_however_the_processes_were_started(
+    variables, is_first, monkeypatch
+) -> None:
+    for name in {*TORCHRUN, "NODE_RANK", "SLURM_PROCID"} - variables.keys():
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jobs(), "withheld", None)
+    config = OmegaConf.create({"hydra": {"output_subdir": ".hydra", "job_logging": None}})
+    withhold_files(config)
+    assert config.hydra.output_subdir == (".hydra" if is_first else None)
 
 
 ELSEWHERE = """

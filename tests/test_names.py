@@ -113,6 +113,7 @@ def test_an_unknown_argument_names_the_closest() -> None:
         # not ours
         ({"strategy": "ddp_spwan"}, "You selected an invalid strategy name: `strategy='ddp_spwan'`"),
         ({"plugins": [3]}, "Found invalid type for plugin 3"),
+        ({"plugins": [{}]}, "Found invalid type for plugin {}"),
     ],
 )
 def test_what_a_trainer_refuses_is_said_in_words_that_help(arguments, message) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import deque
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from lightning_ddp.__main__ import main
 from lightning_ddp.callbacks import CommunicationMonitor, summarize
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.protocol import LIMIT_BYTES, SendValue, pack
-from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord
+from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord, StepRecorder
 from lightning_ddp.telemetry.timeline import (
     Change,
     Recording,
@@ -209,6 +211,18 @@ def test_a_second_call_begins_to_record_anew(process_group) -> None:
         for _ in range(len(kept)):
             model(torch.ones(2, 8)).sum().backward()
         assert [record.step for record in recorder.records] == kept
+
+
+def test_records_of_steps_that_are_repeated_are_dropped_though_the_device_has_not_finished_them() -> None:
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start(9)
+    recorder.records += [step_of(number) for number in (2, 3)]
+    unresolved = deque([step_of(4), step_of(5)])
+    recorder._events = SimpleNamespace(unresolved=unresolved)  # of a CUDA device
+    recorder.begin_again(5)
+    assert [[record.step for record in kept] for kept in (recorder.records, unresolved)] == [[2, 3], [4]]
+    recorder.begin_again(3)
+    assert [[record.step for record in kept] for kept in (recorder.records, unresolved)] == [[2], []]
 
 
 # ---------------------------------------------------------------------- files and pictures

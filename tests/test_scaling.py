@@ -190,7 +190,7 @@ def test_a_profile_is_the_median_step_of_the_slowest_rank() -> None:
     assert profile.compute_s == pytest.approx(0.030)
 
 
-@pytest.mark.parametrize("second", [[(1, 0, 15), (2, 40, 15)], [(0, 0, 15), (2, 80, 15)]])
+@pytest.mark.parametrize("second", [[(1, 0, 15), (2, 40, 15)], [(0, 0, 15), (2, 80, 15)], []])
 def test_recordings_that_tell_too_little_are_refused(second: list[tuple[int, int, int]]) -> None:
     recordings = [recording_of(0, [(0, 0, 15), (1, 40, 15)]), recording_of(1, second)]
     with pytest.raises(ConfigurationError, match="no two consecutive steps in common"):
@@ -256,16 +256,15 @@ def test_a_timeline_becomes_tables_a_file_and_a_picture(
         ([*NETWORK, "--hooks", "intt8"], "unknown communication hook 'intt8'"),
         ([*NETWORK, "--hooks", "int8:block"], "expected NAME:option=value"),
         ([*NETWORK, "--averagers", "dilocco"], "unknown averager 'dilocco'"),
+        ([*NETWORK, "--averagers", "hierarchical_sgd:periods={2:0}"], "links between groups are not modeled"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_before_anything_is_measured(
-    options, message, folder, capsys
+    options, message, folder, capsys, monkeypatch
 ) -> None:
+    monkeypatch.delattr(scaling, "calibrate")
     assert main(["bench", "scaling", "--from-timeline", str(folder), *options]) == 1
     assert message in capsys.readouterr().err
-    plan = parse_averager({"name": "hierarchical_sgd", "periods": {2: 4, 4: 0}})
-    with pytest.raises(ConfigurationError, match="hierarchical_sgd: links between groups"):
-        predict_averager(profile_of((1, 2.0)), plan, LINK, 8)
 
 
 def test_contenders_are_read_with_their_options() -> None:

@@ -257,9 +257,14 @@ def test_ranks_that_others_have_started_are_told_to_start_it_once_a_node(capsys,
     assert "Run `python -m lightning_ddp doctor --verify` once on each node" in failures(found)["verify"]
 
 
-def test_a_name_that_no_check_has_is_an_error(capsys):
-    status, found = verify(capsys, "--only", "hook tpok")
+def test_a_name_that_no_check_has_is_an_error_also_beside_others(capsys):
+    status, found = verify(capsys, "--only", "hook topk", "hook tpok")
     assert (status, failures(found)) == (1, {"verify": "no check begins with hook tpok"})
+
+
+def test_options_of_verify_are_refused_without_it(capsys):
+    assert main(["doctor", "--full", "--only", "abort"]) == 1
+    assert capsys.readouterr().err.startswith("error: --full, --only: only for --verify")
 
 
 def test_more_ranks_than_gpus_are_an_error(capsys):

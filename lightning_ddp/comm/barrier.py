@@ -37,8 +37,7 @@ def barrier(group: Group, device: torch.device, name: str | None = None, *, time
         timeout: as for `all_reduce`, also its errors.
     """
     call = Call(group, device, _label("barrier", name), timeout)
-    token = torch.zeros(1, dtype=torch.int32, device=device)
-    call.wait(call.start(lambda: group.all_reduce(token, label=call.label)))
+    call.run(group.all_reduce, torch.zeros(1, dtype=torch.int32, device=device))
     group.wait_device(device)
 
 

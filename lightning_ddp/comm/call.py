@@ -73,11 +73,15 @@ class Call:
     def waited_s(self) -> float:
         return time.monotonic() - self._started_at
 
-    def start(self, begin: Callable[[], Any]) -> Any:
-        """Call `begin`, which starts a collective, in a profiler span; return its work."""
+    def run(self, begin: Callable[..., Any], *args: Any) -> None:
+        """Start a collective, as `start` does, and wait for it."""
+        self.wait(self.start(begin, *args))
+
+    def start(self, begin: Callable[..., Any], *args: Any) -> Any:
+        """Call `begin(*args, label=...)`, which starts a collective, in a profiler span; return its work."""
         limit = None if self.timeout is None else timedelta(seconds=self._limit_s) + _MARGIN
         with self.explained(), span(self.label), with_timeout(self.group.process_group, limit):
-            return begin()
+            return begin(*args, label=self.label)
 
     def wait(self, work: Any) -> None:
         """Wait for a collective's work, or raise at the deadline; on CUDA with a deadline, until it ran."""
@@ -171,7 +175,7 @@ def run(
     """
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     call = Call(group, device, label, timeout)
-    work = call.start(lambda: group.start(label, (), begin, label=label))
+    work = call.start(group.start, label, (), begin)
     if work is None:
         raise ConfigurationError(
             f"{label}: begin has returned no Work. Pass async_op=True to the collective."

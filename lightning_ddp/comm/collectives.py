@@ -60,6 +60,11 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in _TRAVEL_AS_THEY_ARE else flat.view(torch.uint8)
 
 
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in contiguous memory, maybe its own, without a pending conjugation or sign."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
     """Yield lists of non-empty tensors of one dtype and device, up to the given number of bytes."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[S]] = {}
@@ -101,8 +106,8 @@ def broadcast(
     """
     call = Call(group, tensor.device, label, timeout)
     check_rank(group, src, "broadcast from")
-    contiguous = tensor.detach().contiguous()
-    call.wait(call.start(lambda: group.broadcast(numbers(contiguous), src, label=label)))
+    contiguous = _values(tensor)
+    call.run(group.broadcast, numbers(contiguous), src)
     if contiguous.data_ptr() != tensor.data_ptr() and group.rank != src:
         tensor.detach().copy_(contiguous)
     return tensor
@@ -121,10 +126,10 @@ def broadcast_coalesced(
     with torch.no_grad():
         large = [t for t in tensors if t.is_contiguous() and t.nbytes >= _IN_PLACE_BYTES]
         alone = {id(t) for t in large}
-        works = [(group.broadcast(t.detach(), src), t.device) for t in large]
+        works = [(group.broadcast(numbers(t), src), t.device) for t in large]
         for chunk in chunks([t for t in tensors if id(t) not in alone], chunk_bytes):
             flat = torch.cat([t.detach().reshape(-1) for t in chunk])
-            group.wait(group.broadcast(flat, src), flat.device)
+            group.wait(group.broadcast(numbers(flat), src), flat.device)
             if group.rank != src:
                 unpack(flat, chunk)
         for work, device in works:
@@ -161,13 +166,13 @@ def gathered_by(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     group = call.group
     stacked = tensor.new_empty((group.size, *tensor.shape))
     outputs = [numbers(row) for row in stacked.unbind(0)]
-    mine = numbers(tensor.detach().contiguous())
+    mine = numbers(_values(tensor))
 
     def begin() -> Any:
         group.note_sent(outputs)
         return group.process_group.allgather([outputs], [mine])
 
-    call.wait(call.start(lambda: group.start("all_gather", (mine,), begin, label=call.label)))
+    call.run(group.start, "all_gather", (mine,), begin)
     return stacked
 
 
@@ -206,7 +211,7 @@ def _sendable(tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
     """Return the tensor in a form that backends reduce, maybe a view, and the operation; a sum for a mean."""
     resolved = reduce_op(op)
     is_mean = bool(resolved == dist.ReduceOp.AVG)
-    sent = tensor.detach().contiguous()
+    sent = _values(tensor)
     if tensor.dtype == torch.bool:
         name = getattr(resolved, "name", "")
         if name not in (*_LOGICAL_OR, *_LOGICAL_AND):
@@ -263,7 +268,7 @@ def all_reduce(
     """
     call = Call(group, tensor.device, label, timeout)
     sent, sent_op = _sendable(tensor, op)
-    call.wait(call.start(lambda: group.all_reduce(sent, sent_op, label=label)))
+    call.run(group.all_reduce, sent, sent_op)
     return _write_back(tensor, sent, op, group.size)
 
 
@@ -315,7 +320,7 @@ def reduce(
     options.rootRank = dst
     real = torch.view_as_real(sent) if sent.is_complex() else sent
     begin = partial(group.process_group.reduce, [real], options)
-    call.wait(call.start(lambda: group.start(f"reduce to {dst}", (real,), begin, label=label)))
+    call.run(group.start, f"reduce to {dst}", (real,), begin)
     return _write_back(tensor, sent, op, group.size) if is_root else tensor
 
 
@@ -379,7 +384,7 @@ def broadcast_nested(
 
     def send(data: bytes) -> list[bytes]:
         tensor = _to_tensor(data, device)
-        call.wait(_start_broadcast(call, tensor, src))
+        call.run(group.broadcast, tensor, src)
         return [_to_bytes(group, tensor)]
 
     if group.rank == src:
@@ -389,7 +394,7 @@ def broadcast_nested(
         tensors = pickler.tensors
         kinds = [(t.dtype, tuple(t.shape), t.device.type == "cpu", t.requires_grad) for t in tensors]
         _exchanged(pickle.dumps((skeleton.getvalue(), kinds)), _PACKET_BYTES, send)
-        contents = [t.detach().to(device).contiguous() for t in tensors]
+        contents = [_values(t).to(device) for t in tensors]
         _broadcast_tensors(call, contents, src, chunk_bytes)
         return value
     (payload,) = _exchanged(b"", _PACKET_BYTES, send)
@@ -455,15 +460,11 @@ def _broadcast_tensors(call: Call, tensors: Sequence[torch.Tensor], src: int, ch
     under_way = []
     for chunk in chunks([numbers(t) for t in tensors], chunk_bytes):
         flat = torch.cat(chunk) if len(chunk) > 1 else chunk[0]
-        under_way.append((_start_broadcast(call, flat, src), flat, chunk))
+        under_way.append((call.start(call.group.broadcast, flat, src), flat, chunk))
     for work, flat, chunk in under_way:
         call.wait(work)
         if len(chunk) > 1 and call.group.rank != src:
             unpack(flat, chunk)
-
-
-def _start_broadcast(call: Call, tensor: torch.Tensor, src: int) -> Any:
-    return call.start(lambda: call.group.broadcast(tensor, src, label=call.label))
 
 
 def _to_tensor(data: bytes, device: torch.device) -> torch.Tensor:

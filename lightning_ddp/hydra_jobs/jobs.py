@@ -38,7 +38,10 @@ _COMPOSED_WITHIN = timedelta(seconds=120)
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 _KEY = "lightning_ddp/hydra_job"
 _SHOWN = 5
-_ZERO_ON_RANK_0 = ("NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+_ZERO_ON_RANK_0 = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"),
+    *("PET_NODE_RANK", "SKYPILOT_NODE_RANK"),
+)
 _OF_THE_CONFIGURATION = {  # resolvers that depend on the configuration only, which all ranks share
     "hydra",
     "oc.create",
@@ -491,7 +494,8 @@ def _is_of_torchrun() -> bool:
 
 def _rank() -> int:
     """Return this process's rank under torchrun; elsewhere 0 on rank 0 (or its node), else more than 0."""
-    names = ("RANK",) if _is_of_torchrun() else _ZERO_ON_RANK_0
+    # torchrun numbers the nodes by itself, so SLURM_PROCID may be another number
+    names = ("RANK",) if {"RANK", "LOCAL_RANK"} <= os.environ.keys() else _ZERO_ON_RANK_0
     return max(int(os.environ.get(name) or 0) for name in names)
 
 

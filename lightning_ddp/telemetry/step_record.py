@@ -228,8 +228,9 @@ class StepRecorder:
     def begin_again(self, first: int) -> None:
         """Give the engine's next step 0 the number `first`; drop the records of steps from `first` on."""
         self._first, self._open = first, None
-        while self.records and self.records[-1].step >= first:
-            self.records.pop()
+        for records in (self.records, self._events.unresolved if self._events is not None else deque()):
+            while records and records[-1].step >= first:
+                records.pop()
 
     @property
     def num_new(self) -> int:

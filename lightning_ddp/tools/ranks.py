@@ -162,7 +162,10 @@ def run_ranks(
         meeting = _Meeting(worker, arguments, address, namespaces, world_size, device, timeout_s, preload)
         _supervise(meeting, world_size * num_replicas, opened, start_method, on_progress)
         members = itertools.product(range(num_replicas), range(world_size))
-        return [json.loads(opened.get(f"result/{replica}/{rank}")) for replica, rank in members]
+        keys = [f"result/{replica}/{rank}" for replica, rank in members]
+        if not opened.check(keys):
+            raise ToolError("a rank exited with 0 before its work was done")
+        return [json.loads(opened.get(key)) for key in keys]
 
 
 def _supervise(

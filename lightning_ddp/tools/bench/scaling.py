@@ -139,7 +139,7 @@ def _moments_of(recording: Recording) -> dict[int, list[float]]:
 
     Since its forward: begin and end of backward; then from the last bucket to the next forward; each `ready`.
     """
-    sizes = [bucket.num_bytes for bucket in recording.steps[-1].buckets]
+    sizes = [bucket.num_bytes for step in recording.steps[-1:] for bucket in step.buckets]
     found = {}
     for step, after in pairwise(recording.steps):
         ready, done = ([getattr(b, name) for b in step.buckets] for name in ("ready", "done"))
@@ -262,8 +262,6 @@ def predict_averager(profile: StepProfile, plan: AveragerPlan, link: Link, num_r
     averaged optimizer state are not included.
     """
     options = plan.options
-    if isinstance(options, HierarchicalSGDOptions):
-        raise ConfigurationError("hierarchical_sgd: links between groups are not modeled")
     num_fragments = getattr(options, "num_fragments", 1)
     size_ratio = _SIZE_RATIO[getattr(options, "encoding", "fp32")]
     num_bytes = int(size_ratio * profile.num_bytes / num_fragments)
@@ -388,6 +386,8 @@ def _measure(args: argparse.Namespace) -> Result:
     for spec in filter(None, specs.values()):
         parse_hook(spec)  # refuses mistakes before anything is measured
     plans = {text: parse_averager(parse_contender(text)) for text in args.averagers}
+    if any(isinstance(plan.options, HierarchicalSGDOptions) for plan in plans.values()):
+        raise ConfigurationError("hierarchical_sgd: links between groups are not modeled")
     recorded = None
     if args.from_timeline is not None:
         if None in (args.latency_us, args.gbit):

@@ -52,7 +52,7 @@ from lightning_ddp.tools.doctor.machine import (
     within,
     worst,
 )
-from lightning_ddp.tools.doctor.verify import run_checks
+from lightning_ddp.tools.doctor.verify import run_checks, settings_of
 from lightning_ddp.tools.ranks import RankContext, run_ranks
 
 _LOOPBACK = "127.0.0.1"
@@ -100,6 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks; print the report, on connected ranks by rank 0 alone; return exit status 0 or 1."""
+    unused = [f"--{name}" for name in ("full", "device", "only", "preload") if getattr(args, name)]
+    if unused and not args.verify:
+        raise ToolError(f"{', '.join(unused)}: only for --verify. Add --verify, or leave it out")
     examination = _Examination(args)
     with _stdout_kept_for_json() if args.json else contextlib.nullcontext():
         examination.examine()
@@ -154,7 +157,9 @@ class _Examination:
         )
         try:
             if self._args.verify:
-                self._findings += run_checks(self._args, self._here, run_checklist)
+                settings, only = settings_of(self._args, self._here), self._args.only
+                full = self._args.full
+                self._findings += run_checklist(settings, only, full) if full else run_checks(settings, only)
             elif self._args.processes is not None:
                 self._examine_processes(plan)
             elif self._here.world_size > 1:
@@ -163,6 +168,8 @@ class _Examination:
                 self._examine_alone()
         except _Problem as problem:
             self._findings.append(Finding("FAIL", *problem.args))
+        except ToolError as error:
+            self._findings.append(Finding("FAIL", "verify", str(error)))
 
     def _examine_alone(self) -> None:
         message = (

@@ -25,14 +25,22 @@ import torch.distributed as dist
 from lightning_ddp.comm import nccl
 from lightning_ddp.comm.group import Group, sibling_group
 from lightning_ddp.comm.teardown import abort_groups, destroy_groups, retire_groups, wait_for_aborts
+from lightning_ddp.errors import LightningDDPError
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.rendezvous import join_default_group
 from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import draw_bars, progress_bar, save_panels
 from lightning_ddp.tools.doctor.machine import Finding, Level, gather_facts, within
-from lightning_ddp.tools.doctor.trials import HOST_WAITS, Ranks, Verdict, store_verdict, trials_of
-from lightning_ddp.tools.doctor.verify import Settings, fail_a_rank, shorten, stop_ranks, try_in_ranks
+from lightning_ddp.tools.doctor.trials import HOST_WAITS, Verdict, store_verdict, trials_of
+from lightning_ddp.tools.doctor.verify import (
+    Settings,
+    beginning_with,
+    fail_a_rank,
+    shorten,
+    stop_ranks,
+    try_in_ranks,
+)
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 from lightning_ddp.tools.recorded_run import host_advice, record_steps
 from lightning_ddp.tools.scripts import RUN
@@ -60,7 +68,7 @@ class Drill:
     """Test of aborts and new process groups. All ranks call its methods in the same order."""
 
     def __init__(self, context: RankContext) -> None:
-        self.ranks = Ranks(rank=context.rank, size=context.world_size, device=context.device)
+        self._rank, self._size, self._device = context.rank, context.world_size, context.device
         self._store: Any = context.store
         self._backend = dist.get_backend()
         self._num_groups = 0
@@ -73,10 +81,10 @@ class Drill:
         group = join_default_group(
             self._backend,
             dist.PrefixStore(f"drill/{self._num_groups}", self._store),
-            rank=self.ranks.rank,
-            world_size=self.ranks.size,
+            rank=self._rank,
+            world_size=self._size,
             timeout=timedelta(seconds=_LIMIT_S),
-            device=torch.device("cpu") if self._backend == "gloo" else self.ranks.device,
+            device=torch.device("cpu") if self._backend == "gloo" else self._device,
         )
         self._groups = [Group(group)]
         self._check_sums(verdict)
@@ -84,11 +92,11 @@ class Drill:
 
     def communicate(self, verdict: Verdict) -> None:
         """Test all-reduces on two communicators in turns, and messages between neighbors in a ring."""
-        rank, size = self.ranks.rank, self.ranks.size
-        self._groups.append(sibling_group(self._groups[0], self.ranks.device))
+        rank, size = self._rank, self._size
+        self._groups.append(sibling_group(self._groups[0], self._device))
         for _ in range(10):
             self._check_sums(verdict)
-        own = torch.full((1000,), float(rank), device=self.ranks.device)
+        own = torch.full((1000,), float(rank), device=self._device)
         found, source = torch.empty_like(own), (rank - 1) % size
         ring = [dist.P2POp(dist.isend, own, (rank + 1) % size), dist.P2POp(dist.irecv, found, source)]
         for work in dist.batch_isend_irecv(ring) if size > 1 else ():
@@ -99,10 +107,10 @@ class Drill:
 
     def abort(self, verdict: Verdict) -> None:
         """Abort all groups while collectives, behind kernels on a GPU, wait for rank 0; record the time."""
-        tensor = torch.ones(1000, device=self.ranks.device)
+        tensor = torch.ones(1000, device=self._device)
         for _ in range(_NUM_KERNELS if tensor.is_cuda else 0):
             tensor = tensor * 1.0
-        works = [group.all_reduce(tensor.clone()) for group in self._groups if self.ranks.rank]
+        works = [group.all_reduce(tensor.clone()) for group in self._groups if self._rank]
         self._meet("abort")
         start = time.monotonic()
         self._abort()
@@ -129,7 +137,7 @@ class Drill:
         start, used = time.monotonic(), [self._used_mib()]
         while len(used) <= _NUM_CYCLES:
             key = f"again/{len(used)}"
-            if self.ranks.rank == 0:  # one decides for all
+            if self._rank == 0:  # one decides for all
                 self._store.set(key, str(time.monotonic() - start < _CYCLES_WITHIN_S))
             if self._store.get(key) != b"True":
                 break
@@ -146,26 +154,26 @@ class Drill:
     def _abort(self) -> None:
         abort_groups()
         within(_LIMIT_S, "the abort", wait_for_aborts)
-        within(_LIMIT_S, "work on the device", lambda: synchronize(self.ranks.device))
+        within(_LIMIT_S, "work on the device", lambda: synchronize(self._device))
 
     def _meet(self, key: str) -> None:
         """Wait through the store, as groups may be aborted, until all ranks have called this with `key`."""
-        self._store.set(f"{key}/{self.ranks.rank}", "")
-        self._store.wait([f"{key}/{rank}" for rank in range(self.ranks.size)])
+        self._store.set(f"{key}/{self._rank}", "")
+        self._store.wait([f"{key}/{rank}" for rank in range(self._size)])
 
     def _check_sums(self, verdict: Verdict) -> None:
-        expected = sum(range(self.ranks.size))
+        expected = sum(range(self._size))
         for group in self._groups:
-            total = torch.full((1000,), float(self.ranks.rank), device=self.ranks.device)
+            total = torch.full((1000,), float(self._rank), device=self._device)
             group.wait(group.all_reduce(total), total.device)
             if float(total[0]) != expected:
                 verdict.fail(f"the sum of the ranks is {float(total[0]):g}, expected {expected}")
 
     def _used_mib(self) -> float:
-        if self.ranks.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.ranks.device)
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
             return (total - free) / 2**20
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 DRILLS: Final = ("begin", "communicate", "abort", "rejoin", "repeat")
@@ -198,8 +206,7 @@ class _Site:
 
     def __init__(self, backend: str, settings: Settings) -> None:
         self.backend = backend
-        self.settings = settings
-        self.size = settings.world_size
+        self.settings, self.size = settings, settings.world_size
         self.has_nccl = nccl.is_nccl(backend)
         self.facts = gather_facts(os.environ, rank=0, local_rank=0)
 
@@ -236,7 +243,7 @@ def _versions(site: _Site) -> str:
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        driver = answer.split()[0]
+        driver = answer.partition("\n")[0].strip() or driver
     return f"torch {torch.__version__}, {site.backend}, NCCL {site.facts['nccl']}, driver {driver}"
 
 
@@ -387,10 +394,8 @@ def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[F
     """
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
-    begins = tuple(only) or ("",)
-    chosen = {name: item for name, item in ITEMS.items() if name.partition(" ")[2].startswith(begins)}
-    if not chosen:
-        return [Finding("FAIL", "verify", f"no item begins with {' or '.join(only)}")]
+    numbers = {name.partition(" ")[2]: name for name in ITEMS}
+    chosen = {numbers[name]: ITEMS[numbers[name]] for name in beginning_with(only, numbers, "item")}
     with progress_bar(len(chosen), "checklist") as bar:
         for site, variables in _sites(settings):
             for name, item in chosen.items():
@@ -419,8 +424,9 @@ def _answer(site: _Site, name: str, item: Callable[[_Site], str]) -> tuple[Level
         return "PASS", item(site)
     except _NotHere as reason:
         return "NOT HERE", str(reason)
-    except ToolError as error:
-        return "FAIL", shorten(str(error))
+    except Exception as error:  # noqa: BLE001 (the other items are to be answered in any case)
+        text = str(error) if isinstance(error, LightningDDPError) else f"{type(error).__name__}: {error}"
+        return "FAIL", shorten(text)
 
 
 def _sites(settings: Settings) -> Iterator[tuple[_Site, dict[str, str]]]:

@@ -180,8 +180,8 @@ def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
         return _from_user(env, num_nodes or 1)
     except ConfigurationError as error:
         return Placement(starter="nobody", findings=(Finding("FAIL", "variables", str(error)),))
-    except ValueError as error:
-        message = f"an environment variable is not a number ({error}). Correct or unset it"
+    except (ValueError, ZeroDivisionError) as error:
+        message = f"an environment variable is not a valid number ({error}). Correct or unset it"
         return Placement(starter="nobody", findings=(Finding("FAIL", "variables", message),))
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -42,38 +41,31 @@ class Settings:
     preload: str | None
 
 
-def run_checks(
-    args: argparse.Namespace,
-    placement: Placement,
-    run_full: Callable[[Settings, Sequence[str], Path], list[Finding]],
-) -> list[Finding]:
-    """Run the chosen checks on all GPUs, else on two CPU ranks, and return one finding for each.
-
-    Leaves no process. Is refused to a process that was started with others. With `args.full`, the path of its
-    files, `run_full` runs the checklist instead.
-    """
+def settings_of(args: argparse.Namespace, placement: Placement) -> Settings:
+    """Return the settings for all GPUs, else two CPU ranks; raise `ToolError` if --verify cannot run here."""
     num_gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if num_gpus else "cpu")
     world_size = args.processes or (max(num_gpus, 1) if device == "cuda" else 2)
-    trials, chosen = trials_of(device), tuple(args.only)
-    known = dict.fromkeys([*trials, HOST_WAITS, KILLED])
-    names = [name for name in known if not chosen or name.startswith(chosen)]
-    problem = None
     if placement.world_size > 1:
-        problem = (
+        raise ToolError(
             f"{placement.world_size} processes have been started ({placement.starter}), but --verify starts"
             " those of one machine itself. Run `python -m lightning_ddp doctor --verify` once on each node,"
             " without torchrun, and with one task in srun; without --verify `doctor` checks all of them"
         )
-    elif device == "cuda" and num_gpus < world_size:
-        problem = f"{world_size} ranks need as many GPUs, found {num_gpus}: see --processes and --device cpu"
-    elif not names and args.full is None:
-        problem = f"no check begins with {' or '.join(chosen)}"
-    if problem:
-        return [Finding("FAIL", "verify", problem)]
-    settings = Settings(world_size=world_size, device=device, timeout_s=args.timeout_s, preload=args.preload)
-    if args.full is not None:
-        return run_full(settings, chosen, args.full)
+    if device == "cuda" and num_gpus < world_size:
+        raise ToolError(
+            f"{world_size} ranks need as many GPUs, found {num_gpus}: see --processes and --device cpu"
+        )
+    return Settings(world_size=world_size, device=device, timeout_s=args.timeout_s, preload=args.preload)
+
+
+def run_checks(settings: Settings, only: Sequence[str]) -> list[Finding]:
+    """Run the checks whose names begin with one of `only`, or all; return one finding for each.
+
+    Leaves no process.
+    """
+    trials = trials_of(settings.device)
+    names = beginning_with(only, dict.fromkeys([*trials, HOST_WAITS, KILLED]), "check")
     remaining = [name for name in names if name in trials]
     findings: list[Finding] = []
     with progress_bar(len(names), "verify") as bar:
@@ -88,6 +80,14 @@ def run_checks(
         if KILLED in names:
             findings.append(_kill_a_rank(settings))
     return findings
+
+
+def beginning_with(only: Sequence[str], names: Collection[str], what: str) -> list[str]:
+    """Return the names that begin with one of `only`, or all if that is empty; raise if one begins none."""
+    unknown = [text for text in only if not any(name.startswith(text) for name in names)]
+    if unknown:
+        raise ToolError(f"no {what} begins with {' or '.join(unknown)}")
+    return [name for name in names if not only or name.startswith(tuple(only))]
 
 
 def _watcher(settings: Settings, store: Any, bar: Any) -> Callable[[int], None]:
