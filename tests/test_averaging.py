@@ -58,7 +58,7 @@ def train(
 
 
 def built(
-    spec: Any, group: Any, shapes: Shapes = SHAPES, **options: float
+    spec: Any, group: Any, shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32, **options: float
 ) -> tuple[nn.Module, torch.optim.Optimizer, Averager]:
     module = Given(shapes)
     optimizer = torch.optim.SGD(module.parameters(), **{"lr": LR, **options})
@@ -425,6 +425,25 @@ ALL = [
     {"name": "diloco", "period": 3, "encoding": "int8"},
     {"name": "streaming_diloco", "start_step": 1, "period": 6, "num_fragments": 2, "delay": 2},
 ]
+
+
+@pytest.mark.parametrize("spec", [each | {"optimizer_state": "average"} for each in ALL], ids=str)
+@on_ranks(2)
+def test_complex_numbers_are_averaged_as_pairs_of_real_ones(rank, group, spec):
+    """Parameters, momentum and a buffer, also through an outer optimizer."""
+    found = []
+    for shape, dtype in (((6, 5, 2), torch.float32), ((6, 5), torch.complex64)):
+        module, optimizer, averager = built(spec, group, {"w": shape}, dtype, momentum=0.9)
+        module.register_buffer("sums", torch.zeros(shape, dtype=dtype))
+        for step in range(7):
+            grad = random_grads(rank, step, {"w": (6, 5, 2)})["w"]
+            module.w.grad = torch.view_as_complex(grad) if dtype.is_complex else grad
+            module.sums.add_(module.w.grad)
+            optimizer.step()
+            averager.step(optimizer)
+        found.append([module.w.detach(), optimizer.state[module.w]["momentum_buffer"], module.sums])
+    for pairs, numbers in zip(*found, strict=True):
+        torch.testing.assert_close(torch.view_as_real(numbers), pairs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 6])

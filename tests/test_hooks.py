@@ -312,6 +312,20 @@ def test_float64_stays_float64():
     assert answers[0][0][0]["first"].equal(grads["first"])
 
 
+@pytest.mark.parametrize("spec", ["allreduce", "fp16", "bf16", "int8", "fp8", *REMEMBERING], ids=str)
+def test_complex_gradients_are_compressed_as_pairs_of_real_ones(spec):
+    shapes = {"first": (24, 20, 2), "bias": (9, 2)}
+    pairs = inputs_of(2, 4, shapes)
+    numbers = [
+        [{n: torch.view_as_complex(g) for n, g in grads.items()} for grads in steps] for steps in pairs
+    ]
+    expected = reduce_steps(spec, pairs, shapes=shapes)
+    shapes = {name: shape[:-1] for name, shape in shapes.items()}
+    answers = reduce_steps(spec, numbers, shapes=shapes, dtype=torch.complex64)
+    found = [[{n: torch.view_as_real(g) for n, g in out.items()} for out in outs] for outs, _ in answers]
+    assert_same_steps(found, expected)
+
+
 # ---------------------------------------------------------------- accumulation, absent parameters
 
 

@@ -328,8 +328,8 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
     """Equalize a module's buffers over the ranks: means, maxima of integers; call in a channel's job.
 
     The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
-    variances plus the variance of the means. Other floating-point buffers are averaged. Integers, such as
-    counts of batches, become the largest value of all ranks.
+    variances plus the variance of the means. Other buffers of floating-point or complex numbers are averaged.
+    Integers, such as counts of batches, become the largest value of all ranks.
 
     Collective: all ranks must call it.
     """
@@ -343,11 +343,11 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
     before = [mean.clone() for mean in means]
     known = {id(t) for t in [*means, *variances]}
     rest = [b for b in module.buffers() if id(b) not in known]
-    average_(wire, [*means, *(b for b in rest if b.is_floating_point())])
+    average_(wire, [*means, *filter(_is_averaged, rest)])
     for own, mean, variance in zip(before, means, variances, strict=True):
         variance.add_((own - mean).square_())
     average_(wire, variances)
-    integers = [b for b in rest if not b.is_floating_point() and not b.is_complex()]
+    integers = [b for b in rest if not _is_averaged(b)]
     for dtype in sorted({b.dtype for b in integers}, key=str):
         same = [b for b in integers if b.dtype == dtype]
         wide = torch.cat([b.reshape(-1).to(torch.int64) for b in same])
@@ -359,7 +359,7 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 def average_optimizer_state(
     channel: Channel, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Average an optimizer's floating-point state tensors over the ranks; call it in a channel's job.
+    """Average an optimizer's state tensors, but for integers, over the ranks; call it in a channel's job.
 
     Step counts are unchanged. If a parameter has no state on some rank, because it had no gradient there,
     the other ranks keep their state.
@@ -370,9 +370,13 @@ def average_optimizer_state(
         (name, key): value
         for name, parameter in parameters.items()
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
+        if isinstance(value, torch.Tensor) and _is_averaged(value) and value.shape == parameter.shape
         if key != "step"
     }
     layouts = all_gather_objects(channel.group, list(found), channel.device)
     everywhere = set(layouts[0]).intersection(*map(set, layouts[1:]))
     average_(Wire(channel), [value for key, value in found.items() if key in everywhere])
+
+
+def _is_averaged(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

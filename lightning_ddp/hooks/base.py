@@ -29,11 +29,11 @@ class Part:
     """One bucket while a hook reduces it: flat gradient, names and shapes of its parameters, loss scale."""
 
     buffer: torch.Tensor
-    """Flat gradient of the bucket (1-D), which receives the result."""
+    """Flat gradient of the bucket (1-D), which receives the result; complex numbers as pairs."""
     names: tuple[str, ...]
     """Qualified parameter names, in the order of their elements in the buffer."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the parameters, slowest dimension in memory first."""
+    """Shapes of the parameters, slowest dimension in memory first; the last of complex ones is 2."""
     absent: frozenset[int]
     """Positions of the parameters that have no gradient on this rank."""
     index: int
@@ -92,9 +92,10 @@ class Hook:
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Queue the reduction of a full bucket and return its future; `state` is not used."""
-        parameters = bucket.parameters()
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        is_complex = buffer.is_complex()
         part = Part(
-            buffer=bucket.buffer(),
+            buffer=torch.view_as_real(buffer).view(-1) if is_complex else buffer,
             names=self._names(bucket, len(parameters)),
             shapes=tuple(_memory_shape(p) for p in parameters),
             absent=frozenset(getattr(bucket, "absent", ())),
@@ -105,7 +106,8 @@ class Hook:
 
         def job() -> torch.Tensor:
             part.loss_scale = self.loss_scale()
-            return self.run(part)
+            result = self.run(part)
+            return torch.view_as_complex(result.view(-1, 2)) if is_complex else result
 
         return self.channel.submit(job)
 
@@ -379,6 +381,8 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     low, high = torch.aminmax(tensor)
     return torch.isfinite(low) & torch.isfinite(high)
+    A complex number is a last dimension of two.
+
 
 
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -389,4 +393,4 @@ def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda d: strides[d], reverse=True)
-    return tuple(parameter.shape[d] for d in order)
+    return (*(parameter.shape[d] for d in order), *([2] if parameter.is_complex() else []))
