@@ -505,13 +505,18 @@ class BucketedDDP(Joinable, torch.nn.Module):
             throw_on_early_termination: If True, all ranks raise RuntimeError when the first one runs out.
 
         Raises:
-            ConfigurationError: There is no default process group.
+            ConfigurationError: There is no default process group, or `skip_all_reduce_unused_params` is True.
         """
         if not dist.is_initialized():
             if not enable:
                 return nullcontext()
             raise ConfigurationError(
                 "join() needs torch.distributed.init_process_group, because torch's Join communicates"
+        require(
+            not (enable and self._options.skip_all_reduce_unused_params),
+            "join() needs skip_all_reduce_unused_params=False, as a rank that has run out of inputs does not"
+            " know which buckets the others skip",
+        )
                 " through it"
             )
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
@@ -604,7 +609,7 @@ class _ShadowSteps(JoinHook):
         is_training, is_synchronised = map(bool, notice.tolist())
         if is_training:
             wrapper.reducer.rebuild()
-        wrapper._sync_buffers_if_due("before_forward", has_input=False)
+        wrapper._sync_buffers_if_due(wrapper._module_buffers.location, has_input=False)
         wrapper.require_forward_param_sync = is_synchronised
         if is_synchronised:
             wrapper.reducer.shadow_backward()
@@ -614,7 +619,8 @@ class _ShadowSteps(JoinHook):
         wrapper = self._wrapper
         src = wrapper.authoritative_rank = wrapper._agree_on_source(is_last_joiner)
         broadcast_coalesced(wrapper._group, wrapper.states(), src)
-        wrapper._module_buffers.sync(src)
+        if wrapper.forward_sync_buffers:
+            wrapper._module_buffers.copy(src)
 
 
 def _step_optimizers(bucket: Bucket) -> None:

@@ -309,10 +309,7 @@ class Reducer:
             for bucket in self.buckets:
                 if bucket.absent:  # only now it has the means of parameters that other ranks have used
                     self.after_bucket(bucket)
-        while self.futures:
-            future = self.futures.pop()
-            self._group.wait_done(future)
-            future.wait()
+        self._await_buffers()
         if state.creates_graph:
             refuse_double_backward(self._params)
         self.recorder.finish()
@@ -327,6 +324,12 @@ class Reducer:
         elif state.num_taken < len(self.buckets):
             late = self._gradients.late(state)
             if not self._gradients.may_lack:
+    def _await_buffers(self) -> None:
+        while self.futures:
+            future = self.futures.pop()
+            self._group.wait_done(future)
+            future.wait()
+
                 self._raise_missing(late, state)
             for bucket in self._gradients.mark_absent(late):
                 self._fill(bucket, state)
@@ -360,7 +363,8 @@ class Reducer:
         """Take part with zeros in a synchronized backward of the other ranks, on a rank without input."""
         state = BackwardState(num_taken=len(self.buckets))
         self._count_step(state)
-        zeros = [bucket.zeros() for bucket in self.buckets]
+        # the other ranks skip buckets whose parameters are all switched off
+        zeros = [bucket.zeros() for bucket in self.buckets if any(p.requires_grad for p in bucket.params)]
         for bucket in zeros:
             self.reduction.launch(bucket, state)
         exchange = self._gradients.start_exchange(None)
@@ -377,6 +381,7 @@ class Reducer:
             self.failures.note(error)
             raise
 
+        self._await_buffers()
     def _watch(self, state: BackwardState) -> Callable[[float], None]:
         """Return a callback for waits of this backward that raises if another rank lacks gradients."""
         return self.failures.watch(state.step, state.num_taken)
