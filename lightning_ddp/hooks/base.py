@@ -70,10 +70,10 @@ class Hook:
 
     name: ClassVar[str]
     Options: ClassVar[type[HookOptions]] = HookOptions
-    encodes: ClassVar[bool] = False
-    """True if the hook encodes sent values with `make_codec`; it may wrap a hook with `takes_wire`."""
+    make_codec: ClassVar[Callable[[Any], Codec] | None] = None
+    """Function of the options that returns an encoder of sent values; then the hook may wrap another one."""
     takes_wire: ClassVar[bool] = False
-    """True if another hook may encode the values that this hook sends."""
+    """True if another hook, which has `make_codec`, may encode the values that this hook sends."""
 
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         self.channel = channel
@@ -84,11 +84,6 @@ class Hook:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
-
-    @staticmethod
-    def make_codec(options: Any) -> Codec:
-        """Return this hook's encoder and decoder, for values that it sends or that a hook it wraps sends."""
-        raise NotImplementedError
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Queue the reduction of a full bucket and return its future; `state` is not used."""
@@ -381,12 +376,12 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     low, high = torch.aminmax(tensor)
     return torch.isfinite(low) & torch.isfinite(high)
-    A complex number is a last dimension of two.
-
 
 
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the sizes of a dense tensor in the order of its dimensions in memory, slowest first.
+
+    A complex number is a last dimension of two.
 
     >>> _memory_shape(torch.empty(3, 5).t())
     (3, 5)

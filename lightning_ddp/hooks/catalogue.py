@@ -119,7 +119,7 @@ def parse_hook(spec: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 def _check_composition(names: Sequence[str]) -> None:
     *outer, inner = names
-    encoders = [name for name in _HOOKS.names() if _HOOKS[name].encodes]
+    encoders = [name for name in _HOOKS.names() if _HOOKS[name].make_codec is not None]
     takers = [name for name in _HOOKS.names() if _HOOKS[name].takes_wire]
     for name in outer:
         if name not in encoders:
@@ -165,6 +165,7 @@ def build_hook(
     channel = Channel(group, device or torch.device("cpu"))
     (encoder, encoder_options), (name, options) = plan.entries[0], plan.entries[-1]
     wire = Wire(channel)
-    if _HOOKS[encoder].encodes:
-        wire = EncodedWire(channel, _HOOKS[encoder].make_codec(encoder_options))
+    make_codec = _HOOKS[encoder].make_codec
+    if make_codec is not None:
+        wire = EncodedWire(channel, make_codec(encoder_options))
     return _HOOKS[name](channel, wire, options)
