@@ -19,7 +19,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.encoding.mean import Fp8Codec, Int8Codec
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hooks import available_hooks, build_hook, catalogue, parse_hook, register_hook
+from lightning_ddp.hooks import available_hooks, build_hook, parse_hook, register_hook
 from lightning_ddp.tools.models import build_workload
 
 POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}
@@ -63,7 +63,7 @@ def summed(state, bucket):
 
 
 def test_a_hook_of_ones_own_is_registered_under_a_name(monkeypatch):
-    monkeypatch.setattr(catalogue, "_registered", {})
+    monkeypatch.setattr("lightning_ddp.hooks._registered", {})
     register_hook("summed", summed, description="Gradients are added up.")
     register_hook("summed", summed, description="Gradients are added up.")  # a module that is loaded again
     assert available_hooks()["summed"] == "Gradients are added up."
