@@ -32,7 +32,7 @@ class Given(nn.Module):
 
     def forward(self, grads: Grads) -> Tensor:
         named = dict(self.named_parameters())
-        return torch.stack([(named[name] * grad).sum() for name, grad in grads.items()]).sum()
+        return torch.stack([(named[name] * grad.conj()).sum().real for name, grad in grads.items()]).sum()
 
 
 def random_grads(rank: int, step: int, shapes: Shapes = SHAPES) -> Grads:

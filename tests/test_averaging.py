@@ -58,9 +58,9 @@ def train(
 
 
 def built(
-    spec: Any, group: Any, shapes: Shapes = SHAPES, **options: float
+    spec: Any, group: Any, shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32, **options: float
 ) -> tuple[nn.Module, torch.optim.Optimizer, Averager]:
-    module = Given(shapes)
+    module = Given(shapes, dtype)
     optimizer = torch.optim.SGD(module.parameters(), **{"lr": LR, **options})
     return module, optimizer, build_averager(spec, module, [optimizer], group)
 
@@ -427,6 +427,25 @@ ALL = [
 ]
 
 
+@pytest.mark.parametrize("spec", [each | {"optimizer_state": "average"} for each in ALL], ids=str)
+@on_ranks(2)
+def test_complex_numbers_are_averaged_as_pairs_of_real_ones(rank, group, spec):
+    """Parameters, momentum and a buffer, also through an outer optimizer."""
+    found = []
+    for shape, dtype in (((6, 5, 2), torch.float32), ((6, 5), torch.complex64)):
+        module, optimizer, averager = built(spec, group, {"w": shape}, dtype, momentum=0.9)
+        module.register_buffer("sums", torch.zeros(shape, dtype=dtype))
+        for step in range(7):
+            grad = random_grads(rank, step, {"w": (6, 5, 2)})["w"]
+            module.w.grad = torch.view_as_complex(grad) if dtype.is_complex else grad
+            module.sums.add_(module.w.grad)
+            optimizer.step()
+            averager.step(optimizer)
+        found.append([module.w.detach(), optimizer.state[module.w]["momentum_buffer"], module.sums])
+    for pairs, numbers in zip(*found, strict=True):
+        torch.testing.assert_close(torch.view_as_real(numbers), pairs, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("stop", [1, 4, 5, 6])
 @pytest.mark.parametrize("spec", ALL, ids=str)
 @on_ranks(2)
@@ -470,6 +489,55 @@ def test_loading_says_what_it_cannot_keep(group):
         "averager 'slowmo' was saved with other options: {'period': 5}",
         "outer state of averager 'slowmo' starts from scratch for bias",
     ]
+
+
+# ---------------------------------------------------------------- parameters that come later
+
+
+@pytest.mark.parametrize("way", ["new group", "unfrozen"])
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("spec", [*ALL, {"name": "hierarchical_sgd", "periods": {3: 2, 9: 0}}], ids=str)
+def test_a_parameter_that_is_trained_from_some_step_on_is_averaged_then(spec, way, is_loaded):
+    """As with BaseFinetuning. A round that is undone may be repeated, and a checkpoint has all of it."""
+
+    def rank_main(rank, _, group):
+        module = Given(SHAPES)
+        late = module.bias.requires_grad_(False)
+        first = [p for p in module.parameters() if p is not late or way == "unfrozen"]
+        optimizer = torch.optim.SGD(first, lr=LR)
+        averager = build_averager(spec, module, [optimizer], group)
+
+        def train(*steps: int) -> None:
+            for step in steps:
+                for name, grad in local_grads(0 if averager.averages_gradients else rank, step).items():
+                    module.get_parameter(name).grad = (
+                        grad if module.get_parameter(name).requires_grad else None
+                    )
+                optimizer.step()
+                averager.step(optimizer)
+
+        train(0, 1, 2)
+        late.requires_grad_()
+        if way == "new group":
+            optimizer.add_param_group({"params": [late]})
+        averager.agree()
+        start, mark = [p.detach().clone() for p in module.parameters()], averager.mark()
+        for _ in range(2):
+            for parameter, value in zip(module.parameters(), start, strict=True):
+                parameter.data.copy_(value)
+            averager.restore(mark)
+            train(*range(3, 12))
+        averager.agree()
+        if is_loaded:
+            state, averager = averager.state_dict(), build_averager(spec, module, [optimizer], group)
+            assert averager.load_state_dict(state) == []
+        train(*range(12, 18))
+        averager.agree()
+        return late.detach()
+
+    late, *others = run_threads(rank_main, 4 if "periods" in spec else 2)
+    assert all(late.equal(other) for other in others)
+    assert late.any()
 
 
 # ---------------------------------------------------------------- errors

@@ -148,6 +148,17 @@ def test_a_rank_that_does_not_report_is_waited_for_once(monkeypatch) -> None:
     assert seconds >= 0.5
 
 
+@on_ranks(2)
+def test_wrappers_that_have_not_compared_their_models_do_not_read_each_others_reports(rank, group) -> None:
+    first, second = (BucketedDDP(Branches(), process_group=group, init_sync=False) for _ in range(2))
+    loss = first(x_of(rank), ("a",))
+    with pytest.raises(MissingGradientError):
+        loss.backward()
+    second.reducer.failures.watch(step=0, num_launched=0)(1.0)  # raises if a rank has reported a gradient
+    second(x_of(rank), ALL).backward()
+    assert grads(second) == [1.5] * 3
+
+
 # ---------------------------------------------------------------- waits and exceptions of the user
 
 

@@ -19,7 +19,7 @@ from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication
 from lightning_ddp.encoding.mean import Fp8Codec, Int8Codec
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.hooks import available_hooks, build_hook, catalogue, parse_hook, register_hook
+from lightning_ddp.hooks import available_hooks, build_hook, parse_hook, register_hook
 from lightning_ddp.tools.models import build_workload
 
 POWERSGD = {"name": "powersgd", "start_step": 1, "min_compression": 1}
@@ -63,7 +63,7 @@ def summed(state, bucket):
 
 
 def test_a_hook_of_ones_own_is_registered_under_a_name(monkeypatch):
-    monkeypatch.setattr(catalogue, "_registered", {})
+    monkeypatch.setattr("lightning_ddp.hooks._registered", {})
     register_hook("summed", summed, description="Gradients are added up.")
     register_hook("summed", summed, description="Gradients are added up.")  # a module that is loaded again
     assert available_hooks()["summed"] == "Gradients are added up."
@@ -310,6 +310,20 @@ def test_float64_stays_float64():
     spec = {"name": "topk", "ratio": 1.0}
     answers = reduce_steps(spec, [[grads]] * 2, dtype=torch.float64, shapes={"first": (24, 20)})
     assert answers[0][0][0]["first"].equal(grads["first"])
+
+
+@pytest.mark.parametrize("spec", ["allreduce", "fp16", "bf16", "int8", "fp8", *REMEMBERING], ids=str)
+def test_complex_gradients_are_compressed_as_pairs_of_real_ones(spec):
+    shapes = {"first": (24, 20, 2), "bias": (9, 2)}
+    pairs = inputs_of(2, 4, shapes)
+    numbers = [
+        [{n: torch.view_as_complex(g) for n, g in grads.items()} for grads in steps] for steps in pairs
+    ]
+    expected = reduce_steps(spec, pairs, shapes=shapes)
+    shapes = {name: shape[:-1] for name, shape in shapes.items()}
+    answers = reduce_steps(spec, numbers, shapes=shapes, dtype=torch.complex64)
+    found = [[{n: torch.view_as_real(g) for n, g in out.items()} for out in outs] for outs, _ in answers]
+    assert_same_steps(found, expected)
 
 
 # ---------------------------------------------------------------- accumulation, absent parameters

@@ -8,12 +8,14 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.errors import ConfigurationError
 
 
 class Plain(nn.Module):
@@ -196,3 +198,57 @@ def test_forwards_without_gradients_change_nothing_while_others_have_run_out(cou
         assert all(seen.pop("output").isfinite().all() for seen in found)
         assert_same(found, expected, "gradients")
         assert_same(state, by_rank[0][1][1], "the model at the end")
+
+
+def joined_with_a_buffer_hook(rank, world_size, location, counts):
+    def take_largest(_, buffers: dict[str, Tensor]) -> list[Any]:
+        works = [dist.all_reduce(b, dist.ReduceOp.MAX, async_op=True) for b in buffers.values()]
+        return [work.get_future() for work in works]
+
+    module = seeded("normed")
+    model = BucketedDDP(module, bucket_cap_mb=1e-6)
+    model.register_buffer_comm_hook(None, take_largest, location=location)
+    with model.join():
+        for step in range(counts[rank]):
+            module.norm.num_batches_tracked += rank
+            model(inputs(rank, step)).square().sum().backward()
+    return state_of(module), len(model.reducer.futures)
+
+
+@pytest.mark.parametrize("location", ["before_forward", "after_forward"])
+@pytest.mark.parametrize("counts", BOTH_WAYS)
+def test_a_buffer_hook_runs_on_ranks_without_input_too(location, counts) -> None:
+    answers = run_ranks(joined_with_a_buffer_hook, 2, location, counts, timeout_s=20)
+    (state, _), (other, _) = answers
+    assert_same(other, state, "the model at the end")
+    assert [num_pending for _, num_pending in answers] == [0, 0]
+
+
+def switched_off(rank, world_size, counts):
+    module = seeded("plain")
+    model = BucketedDDP(module, bucket_cap_mb=1e-6)
+    module.one.requires_grad_(False)  # whole buckets, which nobody reduces
+    seen = []
+    with model.join():
+        for step in range(counts[rank]):
+            model.zero_grad()
+            model(inputs(rank, step)).square().sum().backward()
+            seen.append(grads_of(module))
+    return seen
+
+
+def test_ranks_without_input_skip_buckets_that_are_switched_off() -> None:
+    counts = (1, 3)
+    first, second = run_ranks(switched_off, 2, counts, timeout_s=20)
+    alone = seeded("plain")
+    alone(inputs(1, 2)).square().sum().backward()
+    assert_same(second[0], first[0], "gradients of a step of both")
+    assert second[2]["two.weight"].allclose(alone.two.weight.grad / 2)
+
+
+@on_ranks(1)
+def test_buckets_that_a_rank_without_input_cannot_know_of_are_refused(group) -> None:
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = BucketedDDP(Plain(), process_group=group, **options)
+    with pytest.raises(ConfigurationError, match="needs skip_all_reduce_unused_params=False"):
+        model.join()

@@ -208,4 +208,4 @@ def test_the_gradients_trip_names_each_file_that_a_step_runs_through() -> None:
 
 def test_a_file_stem_is_in_one_room() -> None:
     stems = Counter(path.stem for path in FILES)
-    assert {stem for stem, number in stems.items() if number > 1} == {"__init__", "base", "catalogue"}
+    assert {stem for stem, number in stems.items() if number > 1} == {"__init__", "base"}

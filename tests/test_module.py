@@ -11,6 +11,7 @@ import torch.distributed as dist
 from harness import on_ranks, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.errors import ConfigurationError, UnsuitableModuleError
@@ -52,6 +53,31 @@ def copied_and_pickled(rank, world_size):
 def test_a_copy_and_a_pickle_train_as_the_original_and_state_dicts_have_torchs_keys() -> None:
     first, second = run_ranks(copied_and_pickled, 2)
     assert first == second
+
+
+class ReturnsWeight(nn.Linear):
+    """Returns its weight beside what it computes, as with losses that need an embedding."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), self.weight
+
+
+@pytest.mark.parametrize(
+    "precision", [None, _MixedPrecision(param_dtype=torch.bfloat16)], ids=["full", "mixed"]
+)
+@on_ranks(1)
+def test_a_parameter_among_the_outputs_does_not_collect_hooks(group, precision) -> None:
+    model = BucketedDDP(ReturnsWeight(4, 1), process_group=group, mixed_precision=precision)
+    numbers = []
+    for _ in range(3):
+        output, weight = model(torch.ones(2, 4))
+        (output.sum() + weight.sum()).backward()
+        with torch.no_grad():  # nor where another tensor is in the place of one
+            bias = torch.ones(1, dtype=precision and precision.param_dtype)
+            torch.func.functional_call(model, {"module.bias": bias}, (torch.ones(2, 4),))
+        numbers.append(len(weight._backward_hooks))
+    assert len({*numbers}) == 1
+    model.teardown()
 
 
 @on_ranks(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from typing import Any, ClassVar, Literal
 
@@ -57,7 +57,8 @@ class Track:
     """Optimizer with its numbers of steps: since training began, and since local training began."""
 
     optimizer: torch.optim.Optimizer
-    names: list[str]
+    names: list[str] = field(default_factory=list)
+    """Names of its parameters that are averaged."""
     num_steps: int = 0
     """Number of steps since the beginning of training."""
     num_local_steps: int = 0
@@ -93,19 +94,13 @@ class Averager:
         self.module = module
         self.group = group
         self.options = options
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.tracks = [Track(optimizer=optimizer) for optimizer in optimizers]
+        self.find_parameters()
         self.check_ranks()
         device = next(iter(self.parameters.values())).device
         self.channel = Channel(group, device)
         self.wire = Wire(self.channel)
-        names = {id(p): name for name, p in self.parameters.items()}
-        self.tracks = [
-            Track(
-                optimizer=optimizer,
-                names=[names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names],
-            )
-            for optimizer in optimizers
-        ]
         self._is_local = False
         self._standing = Standing.SAME
         self.keeps_rounds = False
@@ -118,6 +113,19 @@ class Averager:
 
     def prepare(self) -> None:
         """Create a subclass's process groups and channels, at construction and after `rejoin`."""
+
+    def find_parameters(self, known: Iterable[str] = ()) -> None:
+        """Include parameters that require a gradient by now, `known` ones, and new groups of optimizers.
+
+        A parameter that requires no gradient any more is still averaged, as ranks may have trained it.
+        """
+        known = {*self.parameters, *known}
+        named = self.module.named_parameters()
+        self.parameters = {name: p for name, p in named if p.requires_grad or name in known}
+        names = {id(p): name for name, p in self.parameters.items()}
+        for track in self.tracks:
+            keys = [id(p) for group in track.optimizer.param_groups for p in group["params"]]
+            track.names = [names[key] for key in keys if key in names]
 
     # ------------------------------------------------------------------ steps
 
@@ -164,6 +172,7 @@ class Averager:
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
+            self.find_parameters()
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:
@@ -176,6 +185,7 @@ class Averager:
 
     def finish_round(self, track: Track) -> None:
         """Run an averaging round that is due, and record whether parameters are equal after it."""
+        self.find_parameters()
         self.round(track)
         self._standing = Standing.MET if self.mixes_rounds or len(self.tracks) > 1 else Standing.SAME
 
@@ -200,6 +210,7 @@ class Averager:
         """
         if self._standing is Standing.SAME:
             return False
+        self.find_parameters()
         tensors = [p.detach() for p in self.parameters.values()]
         # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
         is_copied = self.keeps_rounds and self.mixes_rounds
@@ -275,6 +286,7 @@ class Averager:
             "name": self.name,
             "options": asdict(self.options),
             "is_local": self._is_local,
+            "parameters": list(self.parameters),
             "steps": [(track.num_steps, track.num_local_steps) for track in self.tracks],
             "outer": {},
         }
@@ -298,6 +310,7 @@ class Averager:
                 f" saved, but the run has {len(self.tracks)}"
             )
         self._is_local = bool(state["is_local"])
+        self.find_parameters(state.get("parameters", ()))
         self._standing = Standing.SAME
         changed = {k: v for k, v in state["options"].items() if asdict(self.options).get(k) != v}
         if changed:
@@ -328,8 +341,8 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
     """Equalize a module's buffers over the ranks: means, maxima of integers; call in a channel's job.
 
     The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
-    variances plus the variance of the means. Other floating-point buffers are averaged. Integers, such as
-    counts of batches, become the largest value of all ranks.
+    variances plus the variance of the means. Other buffers of floating-point or complex numbers are averaged.
+    Integers, such as counts of batches, become the largest value of all ranks.
 
     Collective: all ranks must call it.
     """
@@ -343,11 +356,11 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
     before = [mean.clone() for mean in means]
     known = {id(t) for t in [*means, *variances]}
     rest = [b for b in module.buffers() if id(b) not in known]
-    average_(wire, [*means, *(b for b in rest if b.is_floating_point())])
+    average_(wire, [*means, *filter(_is_averaged, rest)])
     for own, mean, variance in zip(before, means, variances, strict=True):
         variance.add_((own - mean).square_())
     average_(wire, variances)
-    integers = [b for b in rest if not b.is_floating_point() and not b.is_complex()]
+    integers = [b for b in rest if not _is_averaged(b)]
     for dtype in sorted({b.dtype for b in integers}, key=str):
         same = [b for b in integers if b.dtype == dtype]
         wide = torch.cat([b.reshape(-1).to(torch.int64) for b in same])
@@ -359,7 +372,7 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 def average_optimizer_state(
     channel: Channel, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Average an optimizer's floating-point state tensors over the ranks; call it in a channel's job.
+    """Average an optimizer's state tensors, but for integers, over the ranks; call it in a channel's job.
 
     Step counts are unchanged. If a parameter has no state on some rank, because it had no gradient there,
     the other ranks keep their state.
@@ -370,9 +383,13 @@ def average_optimizer_state(
         (name, key): value
         for name, parameter in parameters.items()
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
+        if isinstance(value, torch.Tensor) and _is_averaged(value) and value.shape == parameter.shape
         if key != "step"
     }
     layouts = all_gather_objects(channel.group, list(found), channel.device)
     everywhere = set(layouts[0]).intersection(*map(set, layouts[1:]))
     average_(Wire(channel), [value for key, value in found.items() if key in everywhere])
+
+
+def _is_averaged(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -144,4 +144,5 @@ class HierarchicalSGD(Averager):
         if channel is self.channel:
             self.finish_round(track)
         else:
+            self.find_parameters()
             self.average_parameters(track, channel)

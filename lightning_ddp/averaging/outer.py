@@ -8,6 +8,7 @@ Towards a Distributed Free Lunch", 2025, algorithm 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from lightning_ddp.encoding.mean import (
     EncodedWire,
     Int8Codec,
     Segment,
+    average_,
     exchange,
     memory_view,
 )
@@ -38,8 +40,21 @@ class OuterAverager(Averager):
         self.transport = self.wire
 
     def begin_local_phase(self) -> None:
-        self._anchors = {name: memory_view(p).clone().float() for name, p in self.parameters.items()}
-        self._momenta = {name: torch.zeros_like(a) for name, a in self._anchors.items()}
+        self._anchors: dict[str, torch.Tensor] = {}
+        self._momenta: dict[str, torch.Tensor] = {}
+        self._begin_outer(self.parameters)
+
+    def _begin_outer(self, names: Iterable[str]) -> None:
+        """Begin the outer state of parameters whose values are the same on all ranks."""
+        for name in names:
+            self._anchors[name] = memory_view(self.parameters[name]).clone().float()
+            self._momenta[name] = torch.zeros_like(self._anchors[name])
+
+    def average_new(self, names: Sequence[str]) -> None:
+        """Average the parameters without outer state and begin theirs, as they were added; in a job."""
+        new = [name for name in names if name not in self._anchors]
+        average_(self.wire, [self.parameters[name] for name in new])
+        self._begin_outer(new)
 
     def update(self, anchor: torch.Tensor, momentum: torch.Tensor, delta: torch.Tensor, lr: float) -> None:
         """Take an outer optimizer step on `anchor` and `momentum` (1-D, in place); `lr` is the inner rate.
@@ -53,6 +68,7 @@ class OuterAverager(Averager):
         self.settle(track)
 
     def _exchange(self, track: Track) -> None:
+        self.average_new(track.names)
         views = [memory_view(self.parameters[name]) for name in track.names]
         rates = self.learning_rates(track)
 
@@ -91,15 +107,15 @@ class OuterAverager(Averager):
         notes = super().load_state_dict(state)
         if state["name"] != self.name or self.averages_gradients:
             return notes
-        self.begin_local_phase()
+        self._anchors, self._momenta = {}, {}
         missing = []
-        for name, anchor in self._anchors.items():
+        for name, parameter in self.parameters.items():
             saved = state["outer"].get(name)
-            if saved is None or saved["anchor"].numel() != anchor.numel():
-                missing.append(name)
+            if saved is None or saved["anchor"].numel() != memory_view(parameter).numel():
+                missing.append(name)  # the next round averages it
             else:
-                anchor.copy_(saved["anchor"])
-                self._momenta[name].copy_(saved["momentum"])
+                self._anchors[name] = saved["anchor"].to(parameter.device, copy=True)
+                self._momenta[name] = saved["momentum"].to(parameter.device, copy=True)
         if missing:
             notes.append(
                 f"outer state of averager {self.name!r} starts from scratch for {', '.join(missing)}"
@@ -107,14 +123,15 @@ class OuterAverager(Averager):
         return notes
 
     def mark(self) -> Any:
-        outer = [*self._anchors.values(), *self._momenta.values()] if self._is_local else []
-        return super().mark(), [(tensor, tensor.clone()) for tensor in outer]
+        outer = [self._anchors, self._momenta] if self._is_local else [{}, {}]
+        return super().mark(), [{name: (t, t.clone()) for name, t in each.items()} for each in outer]
 
     def restore(self, mark: Any) -> None:
         base, outer = mark
         super().restore(base)
-        for tensor, value in outer:
-            tensor.copy_(value)
+        self._anchors, self._momenta = (
+            {name: tensor.copy_(value) for name, (tensor, value) in each.items()} for each in outer
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +293,12 @@ class StreamingDiLoCo(DiLoCo):
             self._apply_if_due(index, track)
 
     def _start(self, index: int, track: Track, fragment: int) -> None:
+        self.find_parameters()
         names = track.names[fragment :: self.options.num_fragments]
         if not names:
             return
+        if not self._anchors.keys() >= set(names):
+            self.run(lambda: self.average_new(names))
         # Copies, as the parameters change during the exchange.
         views = [memory_view(self.parameters[name]) for name in names]
         deltas = [self._anchors[n] - view for n, view in zip(names, views, strict=True)]

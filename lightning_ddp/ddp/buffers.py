@@ -114,6 +114,8 @@ class Buffers:
 
         Collective: all ranks must call it.
         """
+        if self._have_trained is not None:
+            self._have_trained = dict.fromkeys(self._have_trained, False)
         tensors = list(self.named().values())
         if tensors:
             with unseen_by_autograd(tensors):
@@ -144,8 +146,6 @@ class Buffers:
         """
         if not (self._is_on and self._places):
             return []
-        if self._have_trained is not None:
-            self._have_trained = dict.fromkeys(self._have_trained, False)
         if self.hook is None:
             self.copy(src)
             return []

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp._torch import gradient_hooks_of, tree_leaves
 from lightning_ddp.comm.group import Group, InThread, uploaded
@@ -32,9 +33,10 @@ _ANSWER_WAIT_S = 0.2
 
 
 def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, dicts, dataclasses, local RRefs and pytrees."""
+    """Yield tensors that require a gradient in lists, tuples, dicts, dataclasses, local RRefs and pytrees."""
     if isinstance(obj, torch.Tensor):
-        yield obj
+        if obj.requires_grad:
+            yield obj
     elif isinstance(obj, _RREF) and obj.is_owner():
         yield from find_tensors(obj.local_value())
     elif isinstance(obj, (list, tuple, dict)):
@@ -44,7 +46,28 @@ def find_tensors(obj: Any) -> Iterator[torch.Tensor]:
         for field in dataclasses.fields(obj):
             yield from find_tensors(getattr(obj, field.name))
     else:
-        yield from (leaf for leaf in tree_leaves(obj) if isinstance(leaf, torch.Tensor))
+        leaves = tree_leaves(obj)
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+
+
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Remove the hooks of these handles, and the handles from the list."""
+    while handles:
+        handles.pop().remove()
+
+
+def hook_gradients(
+    tensors: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None], on_leaves: list[RemovableHandle]
+) -> None:
+    """Register `hook` on the gradients of `tensors`, the outputs of a forward.
+
+    `on_leaves` holds the handles on leaves, which outlive a graph: those of the last forward are removed.
+    """
+    remove_hooks(on_leaves)
+    for tensor in tensors:
+        handle = tensor.register_hook(hook)
+        if tensor.is_leaf:
+            on_leaves.append(handle)
 
 
 def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:

@@ -187,7 +187,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self.bucket_bytes_cap = max(caps_bytes)
         self._group = Group(group, interrupt, transport=transport)
         check_backend(self._group, module, named)
-        token = "unverified"
+        token: str | None = None
         if init_sync:
             settings = {
                 "find_unused_parameters": find_unused_parameters,
@@ -212,16 +212,22 @@ class BucketedDDP(Joinable, torch.nn.Module):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             dtype=mixed.reduce_dtype if mixed is not None else None,
         )
-        self._connect(named, token, find_hosts(self._group, self.device))
+        self._connect(named, find_hosts(self._group, self.device), token)
         if init_sync:
             broadcast_coalesced(self._group, self.states())
             if forward_sync_buffers is not None or broadcast_buffers is not False:
                 self._module_buffers.copy()
 
     def _connect(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], token: str, hosts: Hosts | None
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        hosts: Hosts | None,
+        token: str | None = None,
     ) -> None:
-        """Create the reducer and other objects of this process and group; collective if ranks share hosts."""
+        """Create the reducer and other objects of this process and group; collective if ranks share hosts.
+
+        Without a token that the ranks have agreed on, one counts the wrappers of this group.
+        """
         ignored = frozenset(self.parameters_to_ignore)
         sparse = sparse_parameters(self.module.modules())
         self._module_buffers = Buffers(self._group, self.module, ignored, self._broadcast)
@@ -237,7 +243,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self._places.names,
             self._group,
             device=self.device,
-            token=token,
+            token=token or f"number {self._group.next_number('reducer')}",
             options=self._options,
             sparse=frozenset(i for i, (_, p) in enumerate(named) if id(p) in sparse),
             hosts=hosts,
@@ -259,7 +265,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._group = Group(check_process_group(None, None), transport=self.transport)
-        self._connect(trainable_parameters(self.module, self.parameters_to_ignore), "restored", None)
+        self._connect(trainable_parameters(self.module, self.parameters_to_ignore), None)
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Raise if `module` has SyncBatchNorm layers on the CPU; named as torch's own check."""
@@ -289,8 +295,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         before, recorder, buffers = self.reducer.reduction, self.reducer.recorder, self._module_buffers
         self.reducer.close()
         self._group = group
-        token = f"updated/{group.next_number('updated')}"
-        self._connect(named, token, find_hosts(self._group, self.device))
+        self._connect(named, find_hosts(self._group, self.device))
         self.reducer.recorder = recorder
         self._module_buffers.hook, self._module_buffers.location = buffers.hook, buffers.location
         if before.hook is not None:
@@ -505,8 +510,13 @@ class BucketedDDP(Joinable, torch.nn.Module):
             throw_on_early_termination: If True, all ranks raise RuntimeError when the first one runs out.
 
         Raises:
-            ConfigurationError: There is no default process group.
+            ConfigurationError: There is no default process group, or `skip_all_reduce_unused_params` is True.
         """
+        require(
+            not (enable and self._options.skip_all_reduce_unused_params),
+            "join() needs skip_all_reduce_unused_params=False, as a rank that has run out of inputs does not"
+            " know which buckets the others skip",
+        )
         if not dist.is_initialized():
             if not enable:
                 return nullcontext()
@@ -604,7 +614,7 @@ class _ShadowSteps(JoinHook):
         is_training, is_synchronised = map(bool, notice.tolist())
         if is_training:
             wrapper.reducer.rebuild()
-        wrapper._sync_buffers_if_due("before_forward", has_input=False)
+        wrapper._sync_buffers_if_due(wrapper._module_buffers.location, has_input=False)
         wrapper.require_forward_param_sync = is_synchronised
         if is_synchronised:
             wrapper.reducer.shadow_backward()
@@ -614,7 +624,8 @@ class _ShadowSteps(JoinHook):
         wrapper = self._wrapper
         src = wrapper.authoritative_rank = wrapper._agree_on_source(is_last_joiner)
         broadcast_coalesced(wrapper._group, wrapper.states(), src)
-        wrapper._module_buffers.sync(src)
+        if wrapper.forward_sync_buffers:
+            wrapper._module_buffers.copy(src)
 
 
 def _step_optimizers(bucket: Bucket) -> None:

@@ -20,7 +20,14 @@ import torch
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import NETWORK_CAPS_BYTES, Bucket, BucketLayout, BucketSpec, ReducerOptions
-from lightning_ddp.ddp.gradients import BackwardFailures, Gradients, find_tensors, refuse_double_backward
+from lightning_ddp.ddp.gradients import (
+    BackwardFailures,
+    Gradients,
+    find_tensors,
+    hook_gradients,
+    refuse_double_backward,
+    remove_hooks,
+)
 from lightning_ddp.ddp.reduction import BackwardState, CommHook, Reduction
 from lightning_ddp.errors import CommHookError, MissingGradientError
 from lightning_ddp.shm.hosts import Hosts
@@ -73,7 +80,8 @@ class Reducer:
         self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
         self._handles: list[Any] = []
         # The hooks on the parameters would keep the buckets alive after the reducer.
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, remove_hooks, self._handles).atexit = False
+        self._on_leaves: list[Any] = []
         self._backward: BackwardState | None = None
         self._before_finish = before_finish
         self.after_bucket: Callable[[Bucket], None] | None = None
@@ -96,7 +104,8 @@ class Reducer:
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and stop the thread that reduces, if there is one."""
-        _remove(self._handles)
+        remove_hooks(self._handles)
+        remove_hooks(self._on_leaves)
         self.reduction.close()
 
     def make_static(self) -> None:
@@ -137,7 +146,7 @@ class Reducer:
 
     def _renew_hooks(self) -> None:
         """Replace the autograd hooks of all parameters, also if `requires_grad` is off at the moment."""
-        _remove(self._handles)
+        remove_hooks(self._handles)
         self._are_hooks_learning = self._gradients.is_learning
         for index, (bucket, position) in self.layout.where.items():
             hook, parameter = self._make_hook(bucket, position, index), self._params[index]
@@ -194,7 +203,7 @@ class Reducer:
         if interrupted is not None and interrupted.is_running:
             self._abandon(interrupted, waits=True)
         state = BackwardState()
-        tensors = [t for t in find_tensors(outputs) if t.requires_grad]
+        tensors = list(find_tensors(outputs))
         self._gradients.prepare(tensors, absent)
         self._gradients.arm(state.ready)
         self._backward = state
@@ -205,8 +214,8 @@ class Reducer:
             if reducer is not None and reducer._backward is not None and reducer._backward.is_armed:
                 reducer.begin()
 
-        for tensor in tensors:  # these hooks run first, and in the outermost of nested backwards
-            tensor.register_hook(start)
+        # These hooks run first, and in the outermost of nested backwards.
+        hook_gradients(tensors, start, self._on_leaves)
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
         """Unset `.grad` views that a failed backward left empty; with `waits`, first await its reductions."""
@@ -309,14 +318,17 @@ class Reducer:
             for bucket in self.buckets:
                 if bucket.absent:  # only now it has the means of parameters that other ranks have used
                     self.after_bucket(bucket)
-        while self.futures:
-            future = self.futures.pop()
-            self._group.wait_done(future)
-            future.wait()
+        self._await_buffers()
         if state.creates_graph:
             refuse_double_backward(self._params)
         self.recorder.finish()
         self._backward = None
+
+    def _await_buffers(self) -> None:
+        while self.futures:
+            future = self.futures.pop()
+            self._group.wait_done(future)
+            future.wait()
 
     def _close_buckets(self, state: BackwardState) -> None:
         """Start the remaining reductions at the end of a backward, or raise if gradients are missing."""
@@ -360,7 +372,8 @@ class Reducer:
         """Take part with zeros in a synchronized backward of the other ranks, on a rank without input."""
         state = BackwardState(num_taken=len(self.buckets))
         self._count_step(state)
-        zeros = [bucket.zeros() for bucket in self.buckets]
+        # the other ranks skip buckets whose parameters are all switched off
+        zeros = [bucket.zeros() for bucket in self.buckets if any(p.requires_grad for p in bucket.params)]
         for bucket in zeros:
             self.reduction.launch(bucket, state)
         exchange = self._gradients.start_exchange(None)
@@ -368,6 +381,7 @@ class Reducer:
             if bucket.work is not None:
                 self._wait(bucket, state)
         self._gradients.settle((), exchange)
+        self._await_buffers()
         self._note_order(())
 
     def _wait(self, bucket: Bucket, state: BackwardState) -> None:
@@ -384,11 +398,6 @@ class Reducer:
     def _run_allreduce_hook(self, bucket: Any) -> Any:
         """Start the sum of a bucket over the ranks; return its future. torch's own hooks call this method."""
         return self._group.all_reduce(bucket.buffer()).get_future()
-
-
-def _remove(handles: list[Any]) -> None:
-    while handles:
-        handles.pop().remove()
 
 
 def _noting_stream(hook: _Hook, note: Callable[[], None]) -> _Hook:

@@ -19,7 +19,7 @@ from lightning_ddp._torch import parameters_of, queue_callback, root_of_mesh, tr
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.bucket import Bucket, sparse_parameters
-from lightning_ddp.ddp.gradients import find_tensors
+from lightning_ddp.ddp.gradients import find_tensors, hook_gradients
 from lightning_ddp.errors import (
     ConfigurationError,
     ProcessGroupError,
@@ -235,6 +235,7 @@ class ParameterPlaces:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._module = module
+        self._on_leaves: list[Any] = []
         self._places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
         for name, parameter in named:
             path, _, key = name.rpartition(".")
@@ -270,9 +271,7 @@ class ParameterPlaces:
                     " torch.no_grad(): p.copy_(...)), or wrap the module again."
                 )
 
-        for tensor in find_tensors(outputs):
-            if tensor.requires_grad:
-                tensor.register_hook(check)
+        hook_gradients(find_tensors(outputs), check, self._on_leaves)
 
 
 # ---------------------------------------------------------------------- low precision in a step
@@ -297,6 +296,7 @@ class MixedPrecision:
             p for name, p in module.named_parameters() if name not in ignored and p.is_floating_point()
         ]
         self._full: list[torch.Tensor] = []  # full-precision data while parameters hold copies
+        self._on_leaves: list[Any] = []
         for name, buffer in module.named_buffers() if config.buffer_dtype is not None else ():
             if name not in ignored and buffer.is_floating_point():
                 buffer.data = buffer.to(config.buffer_dtype)
@@ -327,15 +327,14 @@ class MixedPrecision:
 
     def restore_after_backward(self, outputs: Any) -> None:
         """Restore parameters at the end of a backward from `outputs`, or now if no backward can follow."""
-        tensors = [t for t in find_tensors(outputs) if t.requires_grad]
+        tensors = list(find_tensors(outputs)) if torch.is_grad_enabled() else []
         if not tensors:
             self.restore_parameters()
 
         def start(_grad: torch.Tensor) -> None:
             queue_callback(self.restore_parameters)
 
-        for tensor in tensors:
-            tensor.register_hook(start)
+        hook_gradients(tensors, start, self._on_leaves)
 
     def cast_inputs(self, inputs: Any) -> Any:
         """Return `inputs` with floating-point tensors in nested containers cast to `param_dtype`."""

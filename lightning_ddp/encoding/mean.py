@@ -217,11 +217,12 @@ class Segment(NamedTuple):
 
 
 def memory_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements in the order of memory: a detached 1-D view."""
+    """Return a dense tensor's elements in the order of memory: a detached 1-D view; complex ones as pairs."""
     tensor = tensor.detach()
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         raise ValueError(f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory")
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def exchange(

@@ -30,22 +30,14 @@ class FP16(Hook):
     """Send gradients in float16, half the bytes of float32; each rank divides before it sends."""
 
     name = "fp16"
-    encodes = True
-
-    @staticmethod
-    def make_codec(options: HookOptions) -> CastCodec:
-        return CastCodec(torch.float16)
+    make_codec = staticmethod(lambda _: CastCodec(torch.float16))
 
 
 class BF16(Hook):
     """Send gradients in bfloat16, half the bytes of float32 with its whole range."""
 
     name = "bf16"
-    encodes = True
-
-    @staticmethod
-    def make_codec(options: HookOptions) -> CastCodec:
-        return CastCodec(torch.bfloat16)
+    make_codec = staticmethod(lambda _: CastCodec(torch.bfloat16))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +56,13 @@ class Int8(Hook):
     """Send gradients in 8-bit integers with one scale per block: about a quarter of the bytes of float32."""
 
     name = "int8"
-    encodes = True
     Options = BlockOptions
-
-    @staticmethod
-    def make_codec(options: BlockOptions) -> Int8Codec:
-        return Int8Codec(options.block_size)
+    make_codec = staticmethod(lambda options: Int8Codec(options.block_size))
 
 
 class FP8(Hook):
     """Send gradients in 8-bit floating point (e4m3) with one scale per block."""
 
     name = "fp8"
-    encodes = True
     Options = BlockOptions
-
-    @staticmethod
-    def make_codec(options: BlockOptions) -> Fp8Codec:
-        return Fp8Codec(options.block_size)
+    make_codec = staticmethod(lambda options: Fp8Codec(options.block_size))

@@ -29,11 +29,11 @@ class Part:
     """One bucket while a hook reduces it: flat gradient, names and shapes of its parameters, loss scale."""
 
     buffer: torch.Tensor
-    """Flat gradient of the bucket (1-D), which receives the result."""
+    """Flat gradient of the bucket (1-D), which receives the result; complex numbers as pairs."""
     names: tuple[str, ...]
     """Qualified parameter names, in the order of their elements in the buffer."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the parameters, slowest dimension in memory first."""
+    """Shapes of the parameters, slowest dimension in memory first; the last of complex ones is 2."""
     absent: frozenset[int]
     """Positions of the parameters that have no gradient on this rank."""
     index: int
@@ -70,10 +70,10 @@ class Hook:
 
     name: ClassVar[str]
     Options: ClassVar[type[HookOptions]] = HookOptions
-    encodes: ClassVar[bool] = False
-    """True if the hook encodes sent values with `make_codec`; it may wrap a hook with `takes_wire`."""
+    make_codec: ClassVar[Callable[[Any], Codec] | None] = None
+    """Function of the options that returns an encoder of sent values; then the hook may wrap another one."""
     takes_wire: ClassVar[bool] = False
-    """True if another hook may encode the values that this hook sends."""
+    """True if another hook, which has `make_codec`, may encode the values that this hook sends."""
 
     def __init__(self, channel: Channel, wire: Wire, options: HookOptions) -> None:
         self.channel = channel
@@ -85,16 +85,12 @@ class Hook:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
 
-    @staticmethod
-    def make_codec(options: Any) -> Codec:
-        """Return this hook's encoder and decoder, for values that it sends or that a hook it wraps sends."""
-        raise NotImplementedError
-
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Queue the reduction of a full bucket and return its future; `state` is not used."""
-        parameters = bucket.parameters()
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        is_complex = buffer.is_complex()
         part = Part(
-            buffer=bucket.buffer(),
+            buffer=torch.view_as_real(buffer).view(-1) if is_complex else buffer,
             names=self._names(bucket, len(parameters)),
             shapes=tuple(_memory_shape(p) for p in parameters),
             absent=frozenset(getattr(bucket, "absent", ())),
@@ -105,7 +101,8 @@ class Hook:
 
         def job() -> torch.Tensor:
             part.loss_scale = self.loss_scale()
-            return self.run(part)
+            result = self.run(part)
+            return torch.view_as_complex(result.view(-1, 2)) if is_complex else result
 
         return self.channel.submit(job)
 
@@ -384,9 +381,11 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the sizes of a dense tensor in the order of its dimensions in memory, slowest first.
 
+    A complex number is a last dimension of two.
+
     >>> _memory_shape(torch.empty(3, 5).t())
     (3, 5)
     """
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda d: strides[d], reverse=True)
-    return tuple(parameter.shape[d] for d in order)
+    return (*(parameter.shape[d] for d in order), *([2] if parameter.is_complex() else []))
