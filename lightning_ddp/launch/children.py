@@ -238,10 +238,10 @@ def _start_python(
     launch: Launch, environment: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
     kind, name = launch.program.kind, launch.program.name
-    start, handed = ["-m", name] if kind == "module" else [name], ()
-    if launch.handed is not None:
-        handed = (launch.handed.fileno(),)
-        start = [STARTER, str(*handed), kind, name]
+    start = ["-m", name] if kind == "module" else [name]
+    handed = () if launch.handed is None else (launch.handed.fileno(),)
+    if handed:
+        start = [STARTER, str(handed[0]), kind, name]
     command = [sys.executable, *start, *launch.program.arguments]
     variables = child_environment({**environment, PARENT_VARIABLE: str(os.getpid())})
     options: dict[str, Any] = {"env": variables, "cwd": launch.cwd, "pass_fds": handed}
