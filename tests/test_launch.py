@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -724,6 +725,18 @@ def test_the_end_of_a_child_is_reported_also_when_its_log_has_been_removed(tmp_p
     children.start_all()
     children.end(DEADLINE_S)
     assert [(record.exit_code, record.traceback) for record in ended] == [(3, None)]
+
+
+def test_a_process_that_cannot_be_started_for_a_lost_one_is_reported_as_ended(tmp_path, capsys) -> None:
+    """In the thread of the control server, which an exception would end."""
+    children, ended = children_of("")
+    children.start_all()
+    assert children.join(DEADLINE_S)
+    children.launch = replace(children.launch, cwd=str(tmp_path / "missing"))
+    children.start_again(1, 1)
+    children.end(DEADLINE_S)
+    assert [(record.rank, record.start, record.exit_code) for record in ended] == [(1, None, 0), (1, 1, 1)]
+    assert "another process for rank 1: it could not be started: [Errno 2]" in capsys.readouterr().err
 
 
 def test_a_forked_process_disowns_the_session_of_its_parent(monkeypatch) -> None:

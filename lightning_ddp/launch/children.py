@@ -142,7 +142,14 @@ class Children(LocalProcesses):
             lost = [child.process for child in self._alive if child.slot is slot]
         for process in lost:
             process.send_signal(signal.SIGKILL)
-        self._start(self.launch, slot)
+        try:
+            self._start(self.launch, slot)
+        except OSError as error:  # as where memory has run out; the server plans another start, later
+            why = f"it could not be started: {error}"
+            print(f"lightning_ddp: another process for rank {slot.rank}: {why}", file=sys.stderr)
+            who = Identity(rank=slot.rank, node_rank=self.node_rank, pid=0, start=number)
+            slot.end = FailureRecord.of_identity(who, why, exit_code=1)
+            self._on_end(slot.end)
 
     def _start(self, launch: Launch, slot: _Slot) -> None:
         started: Future[None] = Future()
@@ -238,10 +245,10 @@ def _start_python(
     launch: Launch, environment: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
     kind, name = launch.program.kind, launch.program.name
-    start, handed = ["-m", name] if kind == "module" else [name], ()
-    if launch.handed is not None:
-        handed = (launch.handed.fileno(),)
-        start = [STARTER, str(*handed), kind, name]
+    start = ["-m", name] if kind == "module" else [name]
+    handed = () if launch.handed is None else (launch.handed.fileno(),)
+    if handed:
+        start = [STARTER, str(handed[0]), kind, name]
     command = [sys.executable, *start, *launch.program.arguments]
     variables = child_environment({**environment, PARENT_VARIABLE: str(os.getpid())})
     options: dict[str, Any] = {"env": variables, "cwd": launch.cwd, "pass_fds": handed}
