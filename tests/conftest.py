@@ -140,7 +140,7 @@ def simulated_ranks(simulated_cuda: Path, nccl: str) -> Iterator[SimulatedRanks]
 def light_processes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Lets processes that are not started by `harness` do without SciPy and matplotlib, as its scripts do."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.module.__name__ in ("test_bench", "test_checklist", "test_mission", "test_verify"):
+        if request.module.__name__ in ("test_bench", "test_mission", "test_verify"):
             from harness.scripts import environment
 
             given = environment({})

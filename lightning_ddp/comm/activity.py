@@ -137,8 +137,7 @@ class Activity:
 
     def wait(self) -> Waiting | None:
         """Return the record of the main thread's wait, else that of another thread's, else None."""
-        waits = list(self._waits.copy().values())
-        return next((w for w in waits if not w.is_side), waits[0] if waits else None)
+        return min(self._waits.copy().values(), key=lambda wait: wait.is_side, default=None)
 
     def last_started(self) -> Entry | None:
         """Return the entry of the last collective that this rank started in any group."""

@@ -478,7 +478,7 @@ def agree(config: Any) -> None:
     Collective: all ranks must call it.
     """
     attach(config)  # before the job copies it: the copies share the cache
-    if _is_of_torchrun():
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # by torchrun
         import torch.distributed as dist  # late, because a job without training may not need it
 
         from lightning_ddp.comm.barrier import store_of_attempt
@@ -486,10 +486,6 @@ def agree(config: Any) -> None:
         agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = store_of_attempt(agents, rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
         _read_rank_0(store, config, _rank())
-
-
-def _is_of_torchrun() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _rank() -> int:

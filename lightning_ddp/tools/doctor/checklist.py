@@ -32,15 +32,8 @@ from lightning_ddp.telemetry.timeline import load_folder
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import draw_bars, progress_bar, save_panels
 from lightning_ddp.tools.doctor.machine import Finding, Level, gather_facts, within
-from lightning_ddp.tools.doctor.trials import HOST_WAITS, Verdict, store_verdict, trials_of
-from lightning_ddp.tools.doctor.verify import (
-    Settings,
-    beginning_with,
-    fail_a_rank,
-    shorten,
-    stop_ranks,
-    try_in_ranks,
-)
+from lightning_ddp.tools.doctor.trials import HOST_WAITS, Verdict, beginning_with, store_verdict, trials_of
+from lightning_ddp.tools.doctor.verify import Settings, fail_a_rank, shorten, stop_ranks, try_in_ranks
 from lightning_ddp.tools.ranks import RankContext, run_ranks, synchronize
 from lightning_ddp.tools.recorded_run import host_advice, record_steps
 from lightning_ddp.tools.scripts import RUN

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import build_averager
 from lightning_ddp.hooks import build_hook
+from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import paired_ratio
 from lightning_ddp.tools.models import TrainingRun, build_workload, compute_loss
 from lightning_ddp.tools.ranks import RankContext, synchronize, timed
@@ -141,11 +142,6 @@ class Verdict:
         else:
             self.largest = max(self.largest, float(torch.where(bound > 0, error / bound, 0.0).max()))
 
-    def to_json(self) -> str:
-        """Return the verdict as JSON for the parent process."""
-        figure = self.figure or f"{self.num_values:,} numbers, largest error {self.largest:.0%} of its bound"
-        return json.dumps({"problem": self.problem, "figure": figure, "is_slow": self.is_slow})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
@@ -196,14 +192,24 @@ def trials_of(device: str) -> dict[str, Trial]:
     return found
 
 
+def beginning_with(only: Sequence[str], names: Collection[str], what: str) -> list[str]:
+    """Return the names that begin with one of `only`, or all if that is empty; raise if one begins none."""
+    unknown = [text for text in only if not any(name.startswith(text) for name in names)]
+    if unknown:
+        raise ToolError(f"no {what} begins with {' or '.join(unknown)}")
+    return [name for name in names if not only or name.startswith(tuple(only))]
+
+
 def verdict_key(name: str, rank: int) -> str:
     """Return the key under which a rank's verdict about a trial is in the store."""
     return f"verdict/{name}/{rank}"
 
 
 def store_verdict(context: RankContext, name: str, verdict: Verdict) -> None:
-    """Write this rank's verdict about a trial to the store, and count a unit of progress."""
-    context.store.set(verdict_key(name, context.rank), verdict.to_json())
+    """Write this rank's verdict about a trial to the store, as JSON, and count a unit of progress."""
+    compared = f"{verdict.num_values:,} numbers, largest error {verdict.largest:.0%} of its bound"
+    found = {"figure": verdict.figure or compared, "problem": verdict.problem, "is_slow": verdict.is_slow}
+    context.store.set(verdict_key(name, context.rank), json.dumps(found))
     context.advance()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import progress_bar
 from lightning_ddp.tools.doctor.diagnosis import by_value, name_ranks
 from lightning_ddp.tools.doctor.machine import Finding, Placement
-from lightning_ddp.tools.doctor.trials import HOST_WAITS, run_trials, trials_of, verdict_key
+from lightning_ddp.tools.doctor.trials import HOST_WAITS, beginning_with, run_trials, trials_of, verdict_key
 from lightning_ddp.tools.ranks import FAILURE_KEY, host_store, run_ranks
 from lightning_ddp.tools.scripts import FailedRun, run_to_fault
 
@@ -80,14 +80,6 @@ def run_checks(settings: Settings, only: Sequence[str]) -> list[Finding]:
         if KILLED in names:
             findings.append(_kill_a_rank(settings))
     return findings
-
-
-def beginning_with(only: Sequence[str], names: Collection[str], what: str) -> list[str]:
-    """Return the names that begin with one of `only`, or all if that is empty; raise if one begins none."""
-    unknown = [text for text in only if not any(name.startswith(text) for name in names)]
-    if unknown:
-        raise ToolError(f"no {what} begins with {' or '.join(unknown)}")
-    return [name for name in names if not only or name.startswith(tuple(only))]
 
 
 def _watcher(settings: Settings, store: Any, bar: Any) -> Callable[[int], None]:
