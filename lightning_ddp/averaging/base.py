@@ -361,11 +361,10 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
         variance.add_((own - mean).square_())
     average_(wire, variances)
     integers = [b for b in rest if not _is_averaged(b)]
-    for dtype in sorted({b.dtype for b in integers}, key=str):
-        same = [b for b in integers if b.dtype == dtype]
-        wide = torch.cat([b.reshape(-1).to(torch.int64) for b in same])
+    if integers:
+        wide = torch.cat([b.reshape(-1).to(torch.int64) for b in integers])
         channel.all_reduce(wide, dist.ReduceOp.MAX)
-        for buffer, values in zip(same, wide.split([b.numel() for b in same]), strict=True):
+        for buffer, values in zip(integers, wide.split([b.numel() for b in integers]), strict=True):
             buffer.copy_(values.view(buffer.shape))
 
 

@@ -236,28 +236,22 @@ class ParameterPlaces:
         self.parameters = [parameter for _, parameter in named]
         self._module = module
         self._on_leaves: list[Any] = []
-        self._places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
-        for name, parameter in named:
-            path, _, key = name.rpartition(".")
-            self._places.append((parameters_of(module.get_submodule(path)), key, parameter))
+        self._places: list[tuple[dict[str, Any], str]] = [({}, "")] * len(named)
+        self._find()
 
     def replaced(self) -> list[int]:
         """Return the indices of parameters that the module no longer holds under any name."""
-        gone = [i for i, (owner, key, p) in enumerate(self._places) if owner.get(key) is not p]
-        return self._without_moved(gone) if gone else []
+        pairs = zip(self._places, self.parameters, strict=True)
+        is_complete = all(owner.get(key) is p for (owner, key), p in pairs)
+        return [] if is_complete else self._find()
 
-    def _without_moved(self, gone: Sequence[int]) -> list[int]:
-        """Record the new names of parameters that moved within the module; return indices of the others."""
-        found = {
-            id(p): (parameters_of(layer), key)
-            for layer in self._module.modules()
-            for key, p in parameters_of(layer).items()
-        }
-        for i in gone:
-            parameter = self._places[i][2]
-            if id(parameter) in found:
-                self._places[i] = (*found[id(parameter)], parameter)
-        return [i for i in gone if id(self._places[i][2]) not in found]
+    def _find(self) -> list[int]:
+        """Record the places of the parameters; return the indices of those that the module does not hold."""
+        owners = map(parameters_of, self._module.modules())
+        found = {id(p): (owner, key) for owner in owners for key, p in owner.items()}
+        keys = [id(p) for p in self.parameters]
+        self._places = [found.get(k, place) for k, place in zip(keys, self._places, strict=True)]
+        return [i for i, key in enumerate(keys) if key not in found]
 
     def expect_restored(self, outputs: Any, replaced: Sequence[int], rank: int) -> None:
         """Make a backward from `outputs` raise if the parameters are still replaced by then."""
