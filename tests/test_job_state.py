@@ -13,7 +13,7 @@ import pytest
 from simulation.network import Socket
 
 from lightning_ddp.supervise.connections import Peer
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity, Where
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
 from lightning_ddp.supervise.job_state import SETTLE_S, JobState
 from lightning_ddp.supervise.orders import (
@@ -439,6 +439,30 @@ def test_a_rank_without_an_answer_is_lost_as_well_and_known_to_have_ended_before
     job.go()
     assert (job.state.phase, job.new_generation().before) == (JobPhase.RUNNING, (0, 1, 2))
     assert f"it did not stop within failure_grace_s={GRACE_S:g} s" in job.state.history.tell()
+
+
+def test_the_last_report_has_a_line_for_each_change_of_ranks() -> None:
+    job = Job(3, ReplaceSettings())
+    job.fail(1, 10)
+    job.step = 20
+    job.connect(1, start=1)
+    job.go()
+    job.step = 30
+    job.ask(2, LEAVE)
+    job.go(SETTLE_S)
+    assert job.state.history.tell() == (
+        "lightning_ddp: this run continued 3 times with other ranks, 0.10 s lost:\n"
+        "  step 10: 3 -> 2 ranks after 0.10 s; left: rank 1 (host h, pid 101) killed\n"
+        "  step 20: 2 -> 3 ranks after 0.00 s; joined: rank 1\n"
+        "  step 30: 3 -> 2 ranks after 0.00 s; left: rank 2 (host h, pid 102) was asked to leave\n"
+    )
+    assert job.state.history.tell() == "", "it is told once"
+    history = History()
+    for step in range(22):
+        history.formed(step, (0, 1), (0,), 0.0)
+    first, left_out, *shown = history.tell().splitlines()
+    assert ("continued 22 times" in first, left_out, len(shown)) == (True, "  ... 2 more before", 20)
+    assert shown[-1] == "  step 21: 2 -> 1 ranks"
 
 
 # ---------------------------------------------------------------------- all stop
