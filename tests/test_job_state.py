@@ -629,6 +629,30 @@ def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> No
     assert not state.has_met
 
 
+@pytest.mark.parametrize("rank", [1, 2], ids=["of one that has ended before it came", "that the run has not"])
+def test_a_process_without_a_place_is_refused_before_all_have_come(rank) -> None:
+    state = JobState(2, SupervisionSettings())
+    state.exited(FailureRecord(rank=1, node_rank=0, pid=1, message="exited", exit_code=1), 0.0)
+    with pytest.raises(ProtocolError, match=f"there is no place for rank {rank}"):
+        state.connected(Identity(rank=rank, node_rank=0, host="h", pid=1), 0.0, is_launcher=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_launcher"),
+    [({"node_rank": 1}, False), ({"start": 0}, True), ({"start": 2}, False), ({"rank": 0}, False)],
+    ids=["another node", "a launcher on the first node", "another start", "a place that is taken"],
+)
+def test_only_the_process_that_was_asked_for_may_replace_a_lost_one_and_once(other, is_launcher) -> None:
+    job = Job(2, ReplaceSettings())
+    job.fail(1, 10)
+    asked = Identity(rank=1, node_rank=0, host="h", pid=900, start=1)
+    with pytest.raises(ProtocolError, match="there is no place"):
+        job.state.connected(replace(asked, **other), job.now, is_launcher=is_launcher)
+    job.state.connected(asked, job.now, is_launcher=False)
+    with pytest.raises(ProtocolError, match="there is no place"):
+        job.state.connected(replace(asked, pid=901), job.now, is_launcher=False)
+
+
 @pytest.mark.parametrize("recovery", [MANY, ReplaceSettings()], ids=["shrink", "replace"])
 def test_a_node_that_is_back_may_join_unasked_where_ranks_are_replaced_and_nobody_else(recovery) -> None:
     job = Job(2, recovery, num_nodes=2)
