@@ -6,6 +6,7 @@ A defect is a file that each rank runs first (`--preload`), or a variable of the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any
 
 import pytest
 from harness import run_script
-from test_verify import WRONG_DIVISOR
+from test_verify import WRONG_DIVISOR, WRONG_ROUND
 
 from lightning_ddp.__main__ import main
+from lightning_ddp.tools.doctor import checklist as items
 from lightning_ddp.tools.doctor.checklist import ITEMS
+from lightning_ddp.tools.doctor.machine import Finding
+from lightning_ddp.tools.doctor.trials import AVERAGERS, HOOKS
+from lightning_ddp.tools.doctor.verify import Settings
 
 NOT_ON_A_CPU = {2, 8, 12, 13, 20, 21, 25, 26, 28}
 """Numbers of the items that two ranks on a CPU cannot answer."""
@@ -161,6 +166,14 @@ strategy.CustomDDPStrategy._meet_again = meet
 """
 
 
+STEP_RAISES = """
+import lightning_ddp.tools.doctor.trials as trials
+def timed(run, device):
+    raise RuntimeError("the defect of this test")
+trials.timed = timed
+"""
+
+
 @pytest.mark.parametrize(
     ("defect", "limit_s", "shown"),
     [
@@ -180,6 +193,12 @@ strategy.CustomDDPStrategy._meet_again = meet
             id="sum, destroy",
         ),
         pytest.param(MEMORY_IS_KEPT, 60.0, {"14 memory kept": "memory grew by"}, id="memory"),
+        pytest.param(
+            WRONG_ROUND + STEP_RAISES,
+            60.0,
+            {"17 hooks and averagers": "averager slowmo: ", "19 step time": "the defect of this test"},
+            id="round, step time",
+        ),
         pytest.param(WRONG_DIVISOR, 10.0, {"18 parity with torch": "mean is"}, id="divisor"),
         pytest.param(NO_REGROUP, 10.0, {"23 SIGKILL": "0 of 1 recoveries"}, id="regroup"),
     ],
@@ -194,6 +213,42 @@ def test_planted_defects_are_shown_by_the_items_that_are_for_them(
     assert levels(found, "FAIL") == found.keys() == shown.keys(), found
     for name, says in shown.items():
         assert says in found[name]["message"]
+
+
+MEMORY, PEERS = "DDP_DISABLE_COMM_MEM", "NCCL_P2P_DISABLE"
+OF_HOOKS = [*(f"hook {name}" for name in HOOKS), *(f"averager {name}" for name in AVERAGERS)]
+TRIALS = {
+    "17 hooks and averagers": ("gloo", [OF_HOOKS]),
+    "19 step time": ("nccl2", [["step time", f"{MEMORY}=0"], ["step time", f"{MEMORY}=1"]]),
+    "21 slow link": ("nccl2", [["hook fp16", "hook int8", "hook powersgd", f"{PEERS}=1"]]),
+}
+"""Of an item its backend, and for each start of ranks the trials, with the variables that are set."""
+
+
+@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("level", ["PASS", "WARN", "FAIL"])
+def test_an_item_fails_where_a_trial_of_it_does(name, level, monkeypatch) -> None:
+    started: list[list[str]] = []
+    backend, expected = TRIALS[name]
+
+    def try_in_ranks(settings: Settings, names: list[str]) -> Any:
+        started.append(
+            [*names, *(f"{each}={os.environ[each]}" for each in (MEMORY, PEERS) if each in os.environ)]
+        )
+        last = len(started) == len(expected)
+        return [Finding(level if last and n == names[-1] else "PASS", n, f"that of {n}") for n in names]
+
+    for variable in (MEMORY, PEERS):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(items, "try_in_ranks", try_in_ranks)
+    device = "cpu" if backend == "gloo" else "cuda"
+    site = items._Site(backend, Settings(world_size=2, device=device, timeout_s=1.0, preload=None))
+    found, message = items._answer(site, name, ITEMS[name])
+    assert started == expected
+    assert found == ("FAIL" if level == "FAIL" else "PASS")
+    failed = [trial for trial in expected[-1] if "=" not in trial][-1]
+    assert level != "FAIL" or message == f"{failed}: that of {failed}"
+    assert {MEMORY, PEERS}.isdisjoint(os.environ)
 
 
 if __name__ == "__main__":
