@@ -114,9 +114,10 @@ def assert_same_training(answers: list[Any]) -> list[int]:
 @pytest.mark.parametrize(
     "way", ["outside", *(pytest.param(way, marks=pytest.mark.slow) for way in ("inside", "above"))]
 )
-def test_losses_are_those_of_eager(way) -> None:
-    answers = run_ranks(compiled_and_eager, 2, way, "counts", {"bucket_cap_mb": 10}, timeout_s=120)
-    assert min(assert_same_training(answers)) >= 1, "something must have been compiled"
+def test_losses_are_those_of_eager_and_each_bucket_has_a_graph(way) -> None:
+    options = {"bucket_cap_mb": ONE_LAYER_EACH_MB}
+    answers = run_ranks(compiled_and_eager, 2, way, "counts", options, timeout_s=120)
+    assert min(assert_same_training(answers)) >= NUM_LAYERS
 
 
 @pytest.mark.slow

@@ -207,6 +207,22 @@ def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
     assert "rank 1 on" in text_of(diagnosis.check_answers(answers), "devices")
 
 
+def test_the_time_of_the_all_reduce_is_that_of_the_slowest_rank_on_all(monkeypatch):
+    all_reduce, store = machine._all_reduce, dist.HashStore()
+
+    def take_longer_on_rank_1(group: Any, *arguments: Any) -> float:
+        all_reduce(group, *arguments)
+        return 1.0 + group.rank()
+
+    monkeypatch.setattr(machine, "_all_reduce", take_longer_on_rank_1)
+
+    def work(rank: int, world_size: int, group: Any) -> Any:
+        plan = Plan(num_bytes=4096, timeout_s=10, interface="lo")
+        return examine(store, plan, {}, rank=rank, local_rank=rank, world_size=world_size)
+
+    assert [answer["all_reduce"]["seconds"] for answer in run_threads(work, 2)] == [2.0, 2.0]
+
+
 # ---------------------------------------------------------------------- the network, with deadlines
 
 

@@ -13,7 +13,7 @@ import pytest
 from simulation.network import Socket
 
 from lightning_ddp.supervise.connections import Peer
-from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
+from lightning_ddp.supervise.failure_record import FailureRecord, History, Identity, Where
 from lightning_ddp.supervise.job_control import JobControl, LocalProcesses
 from lightning_ddp.supervise.job_state import SETTLE_S, JobState
 from lightning_ddp.supervise.orders import (
@@ -470,6 +470,30 @@ def test_a_time_in_which_the_whole_job_is_stopped_is_no_silence_of_its_ranks(pha
     assert (job.members, job.state.phase) != (members, phase), "from then on it counts"
 
 
+def test_the_last_report_has_a_line_for_each_change_of_ranks() -> None:
+    job = Job(3, ReplaceSettings())
+    job.fail(1, 10)
+    job.step = 20
+    job.connect(1, start=1)
+    job.go()
+    job.step = 30
+    job.ask(2, LEAVE)
+    job.go(SETTLE_S)
+    assert job.state.history.tell() == (
+        "lightning_ddp: this run continued 3 times with other ranks, 0.10 s lost:\n"
+        "  step 10: 3 -> 2 ranks after 0.10 s; left: rank 1 (host h, pid 101) killed\n"
+        "  step 20: 2 -> 3 ranks after 0.00 s; joined: rank 1\n"
+        "  step 30: 3 -> 2 ranks after 0.00 s; left: rank 2 (host h, pid 102) was asked to leave\n"
+    )
+    assert job.state.history.tell() == "", "it is told once"
+    history = History()
+    for step in range(22):
+        history.formed(step, (0, 1), (0,), 0.0)
+    first, left_out, *shown = history.tell().splitlines()
+    assert ("continued 22 times" in first, left_out, len(shown)) == (True, "  ... 2 more before", 20)
+    assert shown[-1] == "  step 21: 2 -> 1 ranks"
+
+
 # ---------------------------------------------------------------------- all stop
 
 
@@ -652,6 +676,30 @@ def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> No
             state.connected(who, 0.0, is_launcher=False)
     state.tick(0.0)
     assert not state.has_met
+
+
+@pytest.mark.parametrize("rank", [1, 2], ids=["of one that has ended before it came", "that the run has not"])
+def test_a_process_without_a_place_is_refused_before_all_have_come(rank) -> None:
+    state = JobState(2, SupervisionSettings())
+    state.exited(FailureRecord(rank=1, node_rank=0, pid=1, message="exited", exit_code=1), 0.0)
+    with pytest.raises(ProtocolError, match=f"there is no place for rank {rank}"):
+        state.connected(Identity(rank=rank, node_rank=0, host="h", pid=1), 0.0, is_launcher=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_launcher"),
+    [({"node_rank": 1}, False), ({"start": 0}, True), ({"start": 2}, False), ({"rank": 0}, False)],
+    ids=["another node", "a launcher on the first node", "another start", "a place that is taken"],
+)
+def test_only_the_process_that_was_asked_for_may_replace_a_lost_one_and_once(other, is_launcher) -> None:
+    job = Job(2, ReplaceSettings())
+    job.fail(1, 10)
+    asked = Identity(rank=1, node_rank=0, host="h", pid=900, start=1)
+    with pytest.raises(ProtocolError, match="there is no place"):
+        job.state.connected(replace(asked, **other), job.now, is_launcher=is_launcher)
+    job.state.connected(asked, job.now, is_launcher=False)
+    with pytest.raises(ProtocolError, match="there is no place"):
+        job.state.connected(replace(asked, pid=901), job.now, is_launcher=False)
 
 
 @pytest.mark.parametrize("recovery", [MANY, ReplaceSettings()], ids=["shrink", "replace"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RunningScript, start_script
+from harness import RUN, RunningScript, start_script
 from harness.namespaces import ADDRESSES, ADDRESSES_6, INTERFACES, NAMESPACES, two_namespaces
 from test_hydra import TESTS, Node, Note, Run, starts
 
@@ -60,10 +60,12 @@ def start_fit(
     env: dict[str, str] | None = None,
     namespace: str | None = None,
     gate: str = "",
+    launcher: Sequence[str] = (),
     **options: Any,
 ) -> AbstractContextManager[RunningScript]:
     variables = {**(env or {}), "NOTES": str(folder), "PYTHONPATH": str(TESTS)}
-    return start_script(FIT, [name, json.dumps(options), gate], variables, namespace=namespace)
+    arguments = [name, json.dumps(options), gate]
+    return start_script(FIT, arguments, variables, namespace=namespace, launcher=launcher)
 
 
 def notes_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -281,6 +283,14 @@ WRONG = {
         2,
         ["cannot reach the launcher's store at 127.0.0.1, port 1", "interface lo with address 127.0.0.1"],
     ),
+    "port in use": (
+        {"MASTER_PORT": "{taken}"},
+        1,
+        [
+            "RendezvousError: port {taken} on 127.0.0.1, named by MASTER_PORT, is in use by another process",
+            "Use a free port, or unset MASTER_PORT on a single node",
+        ],
+    ),
     "tasks of slurm": (
         THREE_TASKS,
         1,
@@ -294,12 +304,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_place_that_is_described_wrongly_is_an_error_and_no_hang(tmp_path, what) -> None:
+@pytest.mark.parametrize(("what", "launcher"), [*((what, ()) for what in WRONG), ("port in use", RUN)])
+def test_a_place_that_is_described_wrongly_is_an_error_and_no_hang(tmp_path, what, launcher) -> None:
     env, num_nodes, messages = WRONG[what]
-    with start_fit(tmp_path, "wrong", env, timeout_s=2.0, num_nodes=num_nodes) as run:
-        result = run.wait(TIMEOUT_S)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        env = {name: value.format(taken=taken) for name, value in env.items()}
+        options: dict[str, Any] = {"timeout_s": 2.0, "num_nodes": num_nodes, "launcher": launcher}
+        with start_fit(tmp_path, "wrong", env, **options) as run:
+            result = run.wait(TIMEOUT_S)
     assert result.returncode == 1
     assert not notes_in(tmp_path)
     for message in messages:
-        assert message in result.stderr, result.stderr[-4000:]
+        assert message.format(taken=taken) in result.stderr, result.stderr[-4000:]

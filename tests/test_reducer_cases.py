@@ -43,14 +43,20 @@ def mean_over_ranks(tensors: dict[str, Tensor], world_size: int, group: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("bucket_cap_mb", "num_buckets"), [(None, 1), (0.01, 2), (ONE_BUCKET_EACH_MB, 6)], ids=["1", "2", "6"]
+    ("caps", "num_buckets"),
+    [
+        ({}, 1),
+        ({"bucket_cap_mb": 0.01}, 2),
+        ({"bucket_cap_mb": ONE_BUCKET_EACH_MB}, 6),
+        ({"bucket_cap_mb_list": [ONE_BUCKET_EACH_MB, ONE_BUCKET_EACH_MB, 25], "bucket_cap_mb": 25}, 3),
+    ],
+    ids=["1", "2", "6", "list"],
 )
 @pytest.mark.parametrize("as_view", [True, False])
 @on_ranks(2)
-def test_the_hook_is_called_once_for_each_bucket_in_order(rank, group, bucket_cap_mb, num_buckets, as_view):
+def test_the_hook_is_called_once_for_each_bucket_in_order(rank, group, caps, num_buckets, as_view):
     module = MLP()
-    options = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": as_view}
-    model = BucketedDDP(module, process_group=group, **options)
+    model = BucketedDDP(module, process_group=group, gradient_as_bucket_view=as_view, **caps)
     calls: list[tuple[int, bool]] = []
     called: list[nn.Parameter] = []
     state = object()

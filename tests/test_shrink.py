@@ -77,6 +77,10 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"draws": True, "hooks": True, "trainer": {"reload_dataloaders_every_n_epochs": 1}},
         {},
     ),
+    "windows of two batches and a rate of each step": (
+        {"trainer": {"accumulate_grad_batches": 2}},
+        {"window": 2},
+    ),
 }
 
 
@@ -87,6 +91,7 @@ LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # some when the optimizer has moved the weights already
     "in a second backward": (fault(1, "second forward", 3), {"optimizer": "SharpnessAware"}),
     "in a second backward of the first step": (fault(1, "second forward", 0), {"optimizer": "LBFGS"}),
+    "in the last batch of the last epoch": (fault(2, "between buckets", 15), {}),
     "with code 0": (fault(2, "forward", 3, how="exit"), {}),
     "stopped": (fault(2, "forward", 3, how="stop"), {"stall_s": 5.0}),
     "by an exception": (fault(2, "forward", 3, how="raise"), {"strategy": EXCEPTIONS}),
@@ -239,6 +244,16 @@ def test_two_that_are_killed_while_the_others_meet_or_as_soon_as_they_have_are_l
     assert len(ledger.of("dies")) == 4
     changes = [(*entry["sizes"], *entry["lost"]) for entry in ledger.of("changes", 0)]
     assert changes == [(5, 3, 3, 4), (3, 2, 2), (2, 1, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [("forward", "forward"), ("checkpoint", "optimizer")], ids=str)
+def test_two_that_are_killed_at_one_step_are_left_behind(moments, tmp_path) -> None:
+    faults = [fault(place, moment, 4) for place, moment in zip((1, 3), moments, strict=True)]
+    ledger = train(tmp_path, faults=faults, checkpoints={"every_n_train_steps": 2})
+    ledger.check([0, 2])
+    assert ledger.sizes_of(0) in ([[4, 2]], [[4, 3], [3, 2]]), "one recovery if the second is seen in time"
+    assert len(list((tmp_path / "saved").glob("*.ckpt"))) == 1
 
 
 @pytest.mark.slow

@@ -455,6 +455,14 @@ strategy.CustomDDPStrategy._meet_again = meet
 """
 
 
+STEP_RAISES = """
+import lightning_ddp.tools.doctor.trials as trials
+def timed(run, device):
+    raise RuntimeError("the defect of this test")
+trials.timed = timed
+"""
+
+
 @pytest.mark.parametrize(
     ("defect", "limit_s", "shown"),
     [
@@ -474,6 +482,12 @@ strategy.CustomDDPStrategy._meet_again = meet
             id="sum, destroy",
         ),
         pytest.param(MEMORY_IS_KEPT, 60.0, {"14 memory kept": "memory grew by"}, id="memory"),
+        pytest.param(
+            WRONG_ROUND + STEP_RAISES,
+            60.0,
+            {"17 hooks and averagers": "averager slowmo: ", "19 step time": "the defect of this test"},
+            id="round, step time",
+        ),
         pytest.param(WRONG_DIVISOR, 10.0, {"18 parity with torch": "mean is"}, id="divisor"),
         pytest.param(NO_REGROUP, 10.0, {"23 SIGKILL": "0 of 1 recoveries"}, id="regroup"),
     ],
