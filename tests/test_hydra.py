@@ -226,7 +226,7 @@ def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(
         tmp_path,
         TESTS / "hydra_app" / "train.py",
         ["--multirun", "lr=0.1,0.2", "num_fits=2", "hydra.job.chdir=true"],
-        nodes=[Node(fresh=True, launcher=launcher, env={"WHO": "someone"})],
+        nodes=[Node(launcher=launcher, env={"WHO": "someone"})],
     )
     run.check()
     jobs = run.jobs()
