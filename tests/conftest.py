@@ -47,10 +47,10 @@ _FIRST_TIER_WITH_NCCL2 = (
     "host_in_a_steady_step[nccl2-sync-defaults]",
     "test_simcuda.py::test_gradients_and_parameters_equal_those_of_the_reference[nccl2-defaults]",
     "test_simcuda_checker.py::test_groups_are_left_after_an_abort_without_being_destroyed[nccl2]",
-    "test_simcuda_failures.py::test_groups_that_are_made_of_another_one_have_its_timeout[nccl2]",
     "test_simcuda_shrink.py::test_an_update_waits_for_gradients_that_a_lost_rank_has_a_part_in[nccl2]",
     "test_simcuda_trainer.py::test_a_rank_that_dies_is_named_and_nothing_hangs[nccl2-kill-1]",
-    "test_simcuda_trainer.py::test_a_rank_that_is_late_is_named_when_the_deadline_passes[nccl2]",
+    "test_simcuda_trainer.py::test_a_rank_that_is_late_is_named_when_the_deadline_passes[nccl2-device]",
+    "test_simcuda_trainer.py::test_groups_that_are_made_of_another_one_have_its_timeout[nccl2]",
     "test_simcuda_trainer.py::test_what_is_trained_and_validated_equals_lightnings_ddp[nccl2-16-mixed]",
 )
 """Ends of the names of tests on simulated devices with the second implementation.
