@@ -34,6 +34,7 @@ def table_of(result: ScriptResult) -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_two_of_four_processes_are_killed_and_the_others_go_on(tmp_path):
     script = EXAMPLES / "kill_a_rank.py"
     result = run_script(script, cwd=tmp_path, timeout_s=300, hidden_packages=()).check()

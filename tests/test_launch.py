@@ -470,7 +470,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("start_method", "fault", "num_workers", "end"),
     [
-        ("spawn", "none", 1, "fitted"),
+        slow("spawn", "none", 1, "fitted"),
         ("fork", "worker", 2, "caught ValueError"),
         ("fork", "results", 0, "caught OSError"),
     ],

@@ -51,7 +51,8 @@ def failures(found: dict[str, tuple[str, str]]) -> dict[str, str]:
 # ---------------------------------------------------------------------- a sound engine
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_sound_engine_passes_every_check(num_ranks, capsys):
     status, found = verify(capsys, "--processes", str(num_ranks))
     assert failures(found) == {}
