@@ -332,6 +332,7 @@ for form in FORMS:
 """
 
 
+@pytest.mark.slow
 def test_importing_the_package_changes_nothing_for_a_program_with_such_keys_or_groups_of_its_own(tmp_path):
     script = f"FORMS, QUIET = {FORMS!r}, {QUIET!r}\n{NOT_ASKING}"
     write_files(tmp_path, {**FILES, "app.py": script})

@@ -1,6 +1,6 @@
 """What a device has still to run is looked after: it ends, is forgotten, or NCCL has found an error.
 
-The events are ones that a test ends itself; on a device they are torch's. `test_simcuda_failures` has the
+The events are ones that a test ends itself; on a device they are torch's. `test_simcuda_trainer` has the
 deadlines, and what other ranks say.
 """
 

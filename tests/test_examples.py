@@ -22,8 +22,8 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 ROWS = ("test accuracy", "training", "images/s", "processes", "strategy", "picture")
 
 
-def run_example(*args: str, cwd: Path, fresh: bool = False) -> ScriptResult:
-    return run_script(EXAMPLE, args, cwd=cwd, timeout_s=300, hidden_packages=(), fresh=fresh).check()
+def run_example(*args: str, cwd: Path) -> ScriptResult:
+    return run_script(EXAMPLE, args, cwd=cwd, timeout_s=300, hidden_packages=()).check()
 
 
 def table_of(result: ScriptResult) -> dict[str, str]:
@@ -34,6 +34,7 @@ def table_of(result: ScriptResult) -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_two_of_four_processes_are_killed_and_the_others_go_on(tmp_path):
     script = EXAMPLES / "kill_a_rank.py"
     result = run_script(script, cwd=tmp_path, timeout_s=300, hidden_packages=()).check()
@@ -53,7 +54,7 @@ def require_picture(path: Path) -> None:
 
 
 def test_two_processes_reach_97_percent_and_save_a_picture(tmp_path):
-    result = run_example(cwd=tmp_path, fresh=True)
+    result = run_example(cwd=tmp_path)
     table = table_of(result)
     assert float(table["test accuracy"].removesuffix(" %")) >= 97.0
     assert 0 < float(table["training"].removesuffix(" s")) < 60
@@ -84,7 +85,7 @@ SHORT = {
     "gan.py": r"\d+ steps of two optimizers.*(\n[ .:\-=+*#%@]{16}){8}\n",
 }
 """Name -> what it prints that makes it an example of its subject."""
-FIRST_TIER = ("minimal_ddp.py", "notebook.ipynb", "cli.py")
+FIRST_TIER = ("minimal_ddp.py", "notebook.ipynb")
 
 
 @pytest.mark.parametrize(

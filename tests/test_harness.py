@@ -102,9 +102,7 @@ def test_a_rank_that_fails_because_its_peer_failed_is_reported_beside_the_cause(
         run_ranks(rank_0_waits_for_a_dead_peer, 2)
     kinds = {rank: failure.exception_type for rank, failure in caught.value.failures.items()}
     assert kinds == {0: "RuntimeError", 1: "ValueError"}  # the connection of rank 0 broke
-
-
-def test_outcomes_keep_failed_ranks_connected_so_that_a_hang_shows():
+    # outcomes keep failed ranks connected, so that a hang shows
     outcomes = run_ranks_outcomes(rank_0_waits_for_a_dead_peer, 2, timeout_s=1.5)
     assert [outcome.status for outcome in outcomes] == ["hung", "raised"]
     assert "all_reduce" in outcomes[0].traceback
@@ -131,14 +129,11 @@ def fails_in_a_thread(rank, world_size, group, how):
     return rank
 
 
-def test_a_thread_that_raises_is_reported():
+def test_a_thread_that_raises_or_hangs_in_a_collective_is_reported():
     with pytest.raises(RankFailed, match=r"1 of 3 ranks failed \(1\)(.|\n)*the flux is wrong") as caught:
         run_threads(fails_in_a_thread, 3, "raises")
     assert list(caught.value.failures) == [1]
     assert [caught.value.outcomes[rank].value for rank in (0, 2)] == [0, 2]
-
-
-def test_a_thread_that_hangs_in_a_collective_is_reported_with_its_stack():
     outcomes = run_threads_outcomes(fails_in_a_thread, 2, "hangs", timeout_s=0.5)
     assert [outcome.status for outcome in outcomes] == ["returned", "hung"]
     assert "group.allreduce" in outcomes[1].traceback
@@ -336,32 +331,38 @@ def test_a_test_that_leaks_fails_and_does_not_disturb_the_next(pytester, monkeyp
 
 TIER = Path(__file__).parents[1] / ".ci" / "tier.py"
 FAILING_ONCE = """
-import pathlib, pytest
+import pathlib, pytest, time
 
 @pytest.mark.xdist_group("a group")
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range({num_tests}))
 def test_number(number):
     seen = pathlib.Path(f"seen-{{number}}")
     is_first = not seen.exists()
     seen.touch()
+    time.sleep(0.01)  # shorter ones are not shown
     assert number >= {num_failing} or not is_first{or_never}
 """
 
 
-def run_tier(folder, name, num_failing, *, twice=False, workers=0):
-    """Runs a tier of six tests of its own, of which the first ones fail once or `twice`."""
-    source = FAILING_ONCE.format(num_failing=num_failing, or_never=" and False" if twice else "")
+def run_tier(folder, name, num_failing, *, twice=False, workers=0, num_tests=6):
+    """Runs a tier of tests of its own, of which the first ones fail once or `twice`."""
+    or_never = " and False" if twice else ""
+    source = FAILING_ONCE.format(num_failing=num_failing, or_never=or_never, num_tests=num_tests)
     (folder / f"test_{name}.py").write_text(source)
     for seen in folder.glob("seen-*"):
         seen.unlink()
     command = f"pytest -n {workers} --dist loadgroup test_{name}.py"
-    return run_script(TIER, [name, command], cwd=folder, fresh=True)
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist"}  # others take a second
+    return run_script(TIER, [name, command], env, cwd=folder, fresh=True)
 
 
 def test_what_fails_once_in_a_tier_runs_again_and_is_counted_over_all_tiers(tmp_path):
+    """The durations of all tests are kept, and the longest are shown."""
     assert run_script(TIER, cwd=tmp_path, fresh=True).check().stdout == "failed once: 0\n"
-    for name, number in (("first", 1), ("slow", 2)):
-        run_tier(tmp_path, name, number, workers=2 - number).check()
+    shown = run_tier(tmp_path, "first", 1, workers=1, num_tests=60).check().stdout
+    assert shown.count("s call ") == 50
+    assert (tmp_path / ".ci" / "out" / "first.log").read_text().count("s call ") == 60
+    run_tier(tmp_path, "slow", 2).check()
     tests = ["test_first.py::test_number[0]", "test_slow.py::test_number[0]", "test_slow.py::test_number[1]"]
     line = run_script(TIER, cwd=tmp_path, fresh=True).check().stdout
     assert line == f"failed once: 3 ({'; '.join(tests)})\n"
@@ -375,11 +376,3 @@ def test_a_tier_fails_whose_test_fails_twice_or_where_more_than_three_fail_at_on
     assert run_script(TIER, cwd=tmp_path, fresh=True).stdout == "failed once: 0\n"
     result = run_script(TIER, ["first", "exit 1"], cwd=tmp_path, fresh=True)
     assert (result.returncode, result.stdout) == (1, ""), "nothing failed that could run again"
-
-
-def test_the_durations_of_all_tests_are_kept_and_the_longest_are_shown(tmp_path):
-    slow = "import time\n\ndef test_slow():\n    time.sleep(0.01)\n"
-    (tmp_path / "test_first.py").write_text("".join(slow.replace("slow", f"slow_{n}") for n in range(60)))
-    shown = run_script(TIER, ["first", "pytest -n 0 test_first.py"], cwd=tmp_path, fresh=True).check().stdout
-    assert shown.count("s call ") == 50
-    assert (tmp_path / ".ci" / "out" / "first.log").read_text().count("s call ") == 60

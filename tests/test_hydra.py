@@ -37,7 +37,6 @@ starts = pytest.mark.parametrize(
 class Node:
     """How the program is started on one node."""
 
-    fresh: bool = False
     launcher: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = "."
@@ -70,7 +69,6 @@ class Run:
                 args,
                 variables,
                 DEADLINE_S,
-                fresh=node.fresh,
                 launcher=node.launcher,
                 is_module=is_module,
                 cwd=cwd,
@@ -258,7 +256,7 @@ def test_each_job_of_a_sweep_trains_once_with_its_own_values_and_leaves_nothing(
         tmp_path,
         TESTS / "hydra_app" / "train.py",
         ["--multirun", "lr=0.1,0.2", "num_fits=2", "hydra.job.chdir=true"],
-        nodes=[Node(fresh=True, launcher=launcher, env={"WHO": "someone"})],
+        nodes=[Node(launcher=launcher, env={"WHO": "someone"})],
     )
     run.check()
     jobs = run.jobs()
@@ -315,7 +313,6 @@ def test_a_job_s_overrides_folders_and_name_reach_all_ranks(tmp_path) -> None:
             "hydra.job.chdir=false",
             "hydra.job.name='naïve'",
         ],
-        nodes=[Node(fresh=True)],
     )
     run.check()
     (notes,) = run.jobs().values()

@@ -13,6 +13,7 @@ from harness import TRAINS, run_script
 
 from lightning_ddp.launch import child_process as prelude
 
+LIGHT = Path(__file__).with_name("harness") / "light" / "sitecustomize.py"
 SCRIPT = (
     """
 import gc, os, subprocess, sys
@@ -47,13 +48,14 @@ RARE = (100_000, 10, 10)
 def told_by_ranks(tmp_path: Path, *args: str, fresh: bool = False) -> list[dict[str, object]]:
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text("import sys; sys.marked = True")
+    (site / "sitecustomize.py").write_text(f"{LIGHT.read_text()}\nsys.marked = True\n")
     result = run_script(SCRIPT, args, env={"PYTHONPATH": str(site)}, fresh=fresh).check()
     lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
     assert [line[:7] for line in lines] == ["rank 0 ", "rank 1 "]
     return [eval(line[7:]) for line in lines]  # what the script above has printed
 
 
+@pytest.mark.slow
 def test_a_child_imports_with_a_rare_collector_and_runs_as_its_parent_does(tmp_path: Path) -> None:
     parent, child = told_by_ranks(tmp_path, fresh=True)
     assert (parent.pop("start"), child.pop("start")) == (gc.get_threshold(), RARE)

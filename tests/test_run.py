@@ -177,6 +177,7 @@ def facts_of(folder: Path, launcher: tuple[str, ...]) -> list[dict[str, Any]]:
     return [json.loads((notes / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_rank_is_as_a_new_interpreter_but_for_a_list_of_differences(tmp_path) -> None:
     with ThreadPoolExecutor(2) as pool:
         new, forked = pool.map(lambda launcher: facts_of(tmp_path, launcher), [(), RUN])

@@ -368,10 +368,23 @@ ALLOWED: dict[tuple[str, str], dict[str, int]] = {
 steady steps). Of a combined scenario without an entry, what the base of it has."""
 
 
+TURNS = {
+    f"hook {name}, {('no_views', 'no_sync')[number % 2]}" for number, name in enumerate(available_hooks())
+}
+"""Each hook with one of the two, in turns: a hook has a bucket whatever is a view of it."""
+
+
+def tier(name: str) -> list[Any]:
+    if name not in COMBINED:
+        return []
+    is_of_hook = name.startswith("hook ")
+    return [pytest.mark.exhaustive if is_of_hook and name not in TURNS else pytest.mark.slow]
+
+
 def scenarios(*, of_torch: bool = False) -> list[Any]:
     """The scenarios as parameters; for torch's class as the subject, those in which it has what ours has."""
     return [
-        pytest.param(name, marks=[pytest.mark.slow] if name in COMBINED else [])
+        pytest.param(name, marks=tier(name))
         for name, scenario in SCENARIOS.items()
         if not of_torch or (scenario.reference == "torch" and scenario.averager is None)
     ]

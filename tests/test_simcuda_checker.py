@@ -151,37 +151,11 @@ def order_by_event(x):
 
 
 @_case()
-def order_by_wait_of_a_work(x):
-    _all_reduce(x).wait()
-    x.fill_(2)
-
-
-@_case()
-def order_by_future(x):
-    future = _all_reduce(x).get_future().then(lambda done: done.value()[0].mul_(2))
-    future.wait()
-    x.fill_(2)
-
-
-@_case()
 def order_by_copy_to_another_device(x):
     there = x.to("cuda:1")
     x.fill_(2)
     with torch.cuda.device(1):
         there.fill_(2)
-
-
-@_case()
-def order_within_autograd(x):
-    x.requires_grad_()
-    side = _side()
-    with torch.cuda.stream(side):
-        y = x * 2
-    y.record_stream(torch.cuda.current_stream())
-    torch.cuda.current_stream().wait_stream(side)
-    (y * y).sum().backward()
-    x.grad.record_stream(torch.cuda.current_stream())
-    x.grad.add_(1)
 
 
 # ---- frees
@@ -206,27 +180,6 @@ def free_after_waiting_on_the_wrong_stream():
         work.wait()
     del work
     del x  # here
-
-
-@_case()
-def free_after_record_stream():
-    x = _ones()
-    side = _side()
-    with torch.cuda.stream(side):
-        x.sum()
-    x.record_stream(side)
-    del x
-    torch.cuda.current_stream().wait_stream(side)
-
-
-@_case()
-def free_after_wait_stream():
-    x = _ones()
-    side = _side()
-    with torch.cuda.stream(side):
-        x.sum()
-    torch.cuda.current_stream().wait_stream(side)
-    del x
 
 
 @_case()
@@ -398,126 +351,7 @@ def test_case(observed, name):
         assert {report.place for report in found} == {_line(function)}
 
 
-# ---- ranks: collectives, late and dying ranks
-
-
-def _call_every_collective(rank, world_size):
-    """What each gave on this rank, in a group that is bound to the device."""
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank % 2))
-
-    def mine(count=1):
-        return torch.arange(rank * 10.0, rank * 10 + count, device="cuda")
-
-    def empty(count):
-        return torch.empty(count, device="cuda")
-
-    def into(out, collective, *arguments):
-        collective(out, *arguments, async_op=True).wait()
-        return out
-
-    def sent_and_received(out):
-        operations = [
-            dist.P2POp(dist.isend, mine(), (rank + 1) % 3),
-            dist.P2POp(dist.irecv, out, (rank - 1) % 3),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        return out
-
-    outcome = {
-        name: into(mine() + 1, dist.all_reduce, getattr(dist.ReduceOp, name))
-        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-    }
-    dist.all_reduce(x := mine(2))
-    sent, received = [rank, 0, 1], [[0, 1, 2], [0, 0, 0], [1, 1, 1]][rank]  # rows for each, of each
-    outcome |= {
-        "blocking": x,
-        "broadcast": into(mine(), dist.broadcast, 1),
-        "all_gather": into(list(empty(3).split(1)), dist.all_gather, mine()),
-        "all_gather_into_tensor": into(empty(3), dist.all_gather_into_tensor, mine()),
-        "all_to_all": into(empty(3), dist.all_to_all_single, mine(3)),
-        "uneven": into(empty(sum(received)), dist.all_to_all_single, mine(sum(sent)), received, sent),
-        "batch": sent_and_received(empty(1)),
-    }
-    if rank == 0:
-        dist.send(mine() + 5, 1)
-    elif rank == 1:
-        dist.recv(x := empty(1), 0)
-        outcome["recv"] = x
-    objects = [None] * 3
-    dist.all_gather_object(objects, {"rank": rank})
-    group = dist.new_group([0, 2])
-    if rank != 1:
-        outcome["new_group"] = into(mine(), dist.all_reduce, dist.ReduceOp.SUM, group)
-    return {name: [float(v) for v in value] for name, value in outcome.items()} | {"objects": objects}
-
-
-def test_every_collective_with_three_ranks(simulated_ranks):
-    expected = {
-        "SUM": [33], "AVG": [11], "PRODUCT": [231], "MIN": [1], "MAX": [21], "blocking": [30, 33],
-        "broadcast": [10], "all_gather": [0, 10, 20], "all_gather_into_tensor": [0, 10, 20],
-        "objects": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
-    }  # fmt: skip
-    of_each = (
-        {"all_to_all": [0, 10, 20], "uneven": [10, 20, 21], "batch": [20], "new_group": [20]},
-        {"all_to_all": [1, 11, 21], "uneven": [], "batch": [0], "recv": [5]},
-        {"all_to_all": [2, 12, 22], "uneven": [0, 11, 22], "batch": [10], "new_group": [20]},
-    )
-    ranks = simulated_ranks.run(_call_every_collective, 3, process_group=False)
-    for rank, own in zip(ranks, of_each, strict=True):
-        assert rank == expected | own
-
-
-def _be_late(rank, world_size):
-    """Rank 1's device does not get to the collective until rank 0 has looked at everything."""
-    store = dist.distributed_c10d._get_default_store()
-    x = _ones()
-    if rank == 1:
-        with simcuda.held_up():
-            work = _all_reduce(x)
-            work.wait()
-            is_completed = work.is_completed()
-            store.wait(["rank 0 has looked"])
-        x.sum().item()
-        return is_completed, work.is_completed(), x
-    work = _all_reduce(x)
-    event = torch.cuda.Event()
-    event.record()
-    seen = {"event before": event.query(), "work": work.is_completed()}
-    work.wait()  # on the stream: the host goes on
-    event.record()
-    seen |= {"event": event.query(), "stream": torch.cuda.current_stream().query()}
-    with torch.cuda.stream(torch.cuda.Stream()):  # does not come after the collective
-        seen["other"] = (_ones() + 1).sum().item() == 128
-    waiting = {
-        "synchronize": threading.Thread(target=event.synchronize),
-        "synchronize the stream": threading.Thread(target=torch.cuda.current_stream().synchronize),
-        "synchronize the device": threading.Thread(target=torch.cuda.synchronize),
-        "copy": threading.Thread(target=x.cpu),
-        "operator": threading.Thread(target=x.sum),
-    }
-    for thread in waiting.values():
-        thread.start()
-        thread.join(0.1)
-    seen |= {name: not thread.is_alive() for name, thread in waiting.items()}
-    store.set("rank 0 has looked", "")
-    for thread in waiting.values():
-        thread.join(30)
-    seen |= {f"{name} at the end": not thread.is_alive() for name, thread in waiting.items()}
-    return seen, (work.is_completed(), event.query()), x
-
-
-def test_collective_of_a_late_rank_is_not_completed(simulated_ranks):
-    zero, one = simulated_ranks.run(_be_late, 2)
-    seen, at_the_end, result = zero
-    waiting = {name for name in seen if f"{name} at the end" in seen}
-    assert len(waiting) == 5
-    for name, is_done in seen.items():
-        assert is_done == (name not in waiting | {"work", "event", "stream"}), name
-    assert at_the_end == (True, True)
-    assert one[:2] == (False, True)
-    assert torch.equal(result, torch.full((64,), 2.0))
-    assert torch.equal(one[2], result)
+# ---- ranks that die, and groups
 
 
 def _lose_a_rank(rank, world_size, how):

@@ -1,17 +1,19 @@
 """`Trainer(strategy="custom_ddp", gpus=2)` and `gpus=8` on simulated CUDA devices train as Lightning's `ddp`.
 
 Every run starts its processes by our launcher. They fit with our strategy, and then in the same way with
-Lightning's, on the same devices.
+Lightning's, on the same devices. A rank that dies, or never comes to a collective, is named.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 import pytorch_lightning as pl
 import simcuda
 import torch
+import torch.distributed as dist
 from harness import ScriptResult, run_script
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from test_failures import SCRIPT, check_cause, expected_exit_code
@@ -28,6 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from user_script import order, read_notes
 
 import lightning_ddp
+from lightning_ddp.comm import Group, sibling_group, sub_group, teardown
+from lightning_ddp.errors import CollectiveError
 
 # one worker, as each fit is run once and looked at by several tests
 pytestmark = pytest.mark.xdist_group("simulated ranks")
@@ -332,13 +337,99 @@ def test_a_rank_that_dies_is_named_and_nothing_hangs(simulated_cuda, tmp_path, f
     check_cause(seen, fault, victim, moment, is_launcher=victim == 0)
 
 
-def test_a_rank_that_is_late_is_named_when_the_deadline_passes(simulated_cuda, tmp_path):
-    hook = {"name": "powersgd", "start_step": 2, "rank": 1, "min_compression": 1}  # waits on the host
+WAITS_ON_THE_HOST = {"name": "powersgd", "start_step": 2, "rank": 1, "min_compression": 1}
+
+
+@pytest.mark.parametrize("hook", [None, WAITS_ON_THE_HOST], ids=["device", "host"])
+def test_a_rank_that_is_late_is_named_when_the_deadline_passes(simulated_cuda, tmp_path, hook):
     strategy = {"timeout": 3.0, "failure_grace_s": 20.0, "ddp_comm_hook": hook}
     result = run_user(simulated_cuda, tmp_path, strategy=strategy, fault="hang", rank=1)
     assert result.returncode == 1, result.stderr
     _, _, report = result.stderr.rpartition("lightning_ddp: ")
     assert "rank 1 waits for no collective at step 2 in training_step (user_script.py:" in report
+    if hook is None:
+        first, second = (read_notes(tmp_path)[f"on_exception-{rank}"] for rank in range(2))
+        assert (first["kind"], second["kind"]) == ("CollectiveTimeoutError", "PeerFailure")
+        late = r"rank 0: averaging of gradients, backward 2 has not ended .* past its deadline of [\d.]+ s; "
+        assert re.search(f"{late}missing: rank 1\n", result.stderr), result.stderr
+        assert "rank 0 waits in averaging of gradients, backward 2 at step 2" in second["message"]
+        assert "missing: rank 1" in second["message"]
+
+
+class Lacking(pl.LightningModule):
+    """Has no gradient for a layer on rank 1, in the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.used(batch).square().mean()
+        lacks = (self.global_rank, batch_idx) == (1, 3)
+        return loss if lacks else loss + self.other(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit_lacking(rank: int, world_size: int) -> None:
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    strategy = lightning_ddp.CustomDDPStrategy(bucket_cap_mb=0.0001)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cuda", devices=world_size, max_epochs=1, **quiet)
+    trainer.fit(Lacking(), DataLoader(torch.randn(64, 8), batch_size=4))
+
+
+def test_a_gradient_that_one_rank_lacks_is_named_with_what_all_ranks_lack(simulated_ranks):
+    first, second = simulated_ranks.run_outcomes(fit_lacking, 2, process_group=False, timeout_s=DEADLINE_S)
+    assert second.exception_type == "MissingGradientError"
+    assert first.exception_type in ("MissingGradientError", "PeerFailure"), "news of rank 1 may be sooner"
+    for outcome in (first, second):
+        assert "  rank 0: none missing\n  rank 1: other.weight, other.bias\n" in outcome.message
+
+
+# ---------------------------------------------------------------- groups
+
+
+def timeouts(rank: int, world_size: int) -> list[timedelta]:
+    device = torch.device("cuda", rank)
+    world = Group(dist.group.WORLD)
+    groups = [world, sibling_group(world, device), sub_group(world, [0, 1], device)]
+    return [group.process_group._get_backend(device).options._timeout for group in groups]
+
+
+def test_groups_that_are_made_of_another_one_have_its_timeout(simulated_ranks):
+    assert simulated_ranks.run(timeouts, 2, timeout_s=77.0) == [[timedelta(seconds=154)] * 3] * 2
+
+
+def leave_with_views(rank: int, world_size: int) -> bool:
+    group = Group(dist.group.WORLD)
+    kept = torch.ones(4, device=torch.device("cuda", rank))
+    group.all_reduce(kept).wait()
+    views = kept.chunk(2)  # as gradients are views of their bucket
+    return teardown.are_let_go() and len(views) == 2
+
+
+def test_no_process_waits_at_its_exit_for_what_nccl_has_sent(simulated_ranks):
+    assert simulated_ranks.run(leave_with_views, 2) == [True, True]
+
+
+def wait_in_vain(rank: int, world_size: int) -> str:
+    device = torch.device("cuda", rank)
+    group = Group(dist.group.WORLD)
+    group.all_reduce(torch.ones(3, device=device)).wait()
+    group.wait_device(device)
+    simcuda.break_groups("NCCL error: remote process exited")
+    with pytest.raises(
+        CollectiveError, match="ended without its results: NCCL's watchdog reports COMM_ERROR"
+    ):
+        group.wait_device(device)
+    return "raised"
+
+
+def test_a_wait_of_the_host_does_not_take_what_has_failed_for_done(simulated_ranks):
+    assert simulated_ranks.run(wait_in_vain, 2) == ["raised"] * 2
 
 
 if __name__ == "__main__":

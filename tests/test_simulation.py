@@ -160,7 +160,7 @@ def put_in(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_of_the_protocol_is_found(defect, monkeypatch) -> None:
     put_in(defect, monkeypatch)
-    assert failures_of(FIRST_TIER, most=1) != []
+    assert failures_of(reversed(FIRST_TIER), most=1) != []  # the last ones find each sooner
 
 
 def test_a_failing_history_is_made_smaller(monkeypatch) -> None:

@@ -480,7 +480,7 @@ def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(tmp_path) ->
     ("fault", "moment", "victim", "strategy"),
     [
         ("log", "validation", 0, "custom_ddp"),
-        ("barrier", "forward", 1, "custom_ddp"),
+        pytest.param("barrier", "forward", 1, "custom_ddp", marks=pytest.mark.slow),
         pytest.param("barrier", "forward", 0, "custom_ddp", marks=pytest.mark.slow),
         pytest.param("log", "validation", 1, "custom_ddp_spawn", marks=pytest.mark.slow),
     ],

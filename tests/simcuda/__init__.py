@@ -145,21 +145,7 @@ def unchecked() -> Iterator[None]:
         _library.simcuda_set_enabled(1)
 
 
-# ---- ranks that are late, and networks that break
-
-
-@contextlib.contextmanager
-def held_up() -> Iterator[None]:
-    """This rank's device does not get to the collectives that are called in here before the end of it.
-
-    Their works are not completed meanwhile, here and on the ranks that need them. What waits for one on a
-    stream goes on; what waits for one on the host blocks, and so does an operator that uses the result.
-    """
-    _nccl.hold()
-    try:
-        yield
-    finally:
-        _nccl.release()
+# ---- networks that break
 
 
 def break_groups(message: str) -> None:

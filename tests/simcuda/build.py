@@ -1,22 +1,24 @@
-"""Compiles the simulated CUDA device, each source once for each version of it, of torch and of Python."""
+"""Compiles the simulated CUDA device, once for each version of its sources, of torch and of Python."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE.parents[1] / "examples" / "requirements.txt"
 _LIBRARIES = {"libsimcuda.so": ("operators", "device", "checker"), "simnccl.so": ("nccl",)}
-# most of the time goes into reading torch's headers; what does not, -O0 halves
-_COMPILE = ["g++", "-std=c++20", "-O0", "-fPIC", "-Wall", "-DUSE_DISTRIBUTED", "-DUSE_C10D"]
+"""Name -> the sources, which are compiled as one: most of the time goes into reading torch's headers."""
+_LINKED_WITH = {"libsimcuda.so": [], "simnccl.so": ["-ltorch_python"]}
+# -O0 halves the rest of the time
+_COMPILE = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-DUSE_DISTRIBUTED", "-DUSE_C10D"]
 
 
 class CannotBuild(Exception):
@@ -35,20 +37,18 @@ def build(cache: Path) -> Path:
     obstacle = _obstacle()
     if obstacle is not None:
         raise CannotBuild(f"the simulated CUDA device {obstacle}")
+    folder = cache / _digest()
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of pytest-xdist build once
-        objects = {name: cache / f"{name}-{_digest(name)}.o" for name in _sources()}
-        _run_all({path: _compile(name) for name, path in objects.items() if not path.exists()})
-        folder = cache / hashlib.sha256(repr(sorted(objects.items())).encode()).hexdigest()[:16]
         if not folder.exists():
-            _forget_others(cache, objects)
-            _link(folder, objects)
+            for other in filter(Path.is_dir, cache.iterdir()):
+                shutil.rmtree(other)
+            # it gets its name when it is whole: a build may be killed, and its compilers go on
+            scratch = Path(tempfile.mkdtemp(dir=cache))
+            _compile_all(scratch)
+            scratch.rename(folder)
     return folder
-
-
-def _sources() -> list[str]:
-    return [name for names in _LIBRARIES.values() for name in names]
 
 
 def _obstacle() -> str | None:
@@ -62,9 +62,9 @@ def _obstacle() -> str | None:
     return None if shutil.which("g++") else "is compiled with g++, which is not there"
 
 
-def _digest(name: str) -> str:
+def _digest() -> str:
     key = hashlib.sha256(repr((metadata.version("torch"), platform.python_version(), _COMPILE)).encode())
-    for source in [HERE / f"{name}.cpp", *sorted(HERE.glob("*.h"))]:
+    for source in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]):
         key.update(source.read_bytes())
     return key.hexdigest()[:16]
 
@@ -73,46 +73,18 @@ def _torch() -> Path:
     return Path(sysconfig.get_paths()["purelib"], "torch")
 
 
-def _compile(name: str) -> list[str]:
-    include = _torch() / "include"
-    folders = [include, include / "torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
-    searched = [part for folder in folders for part in ("-isystem", str(folder))]  # no warnings of torch's
-    return [*_COMPILE, *searched, "-c", str(HERE / f"{name}.cpp")]
-
-
-def _link(folder: Path, objects: dict[str, Path]) -> None:
-    scratch = folder.with_suffix(".part")
-    scratch.mkdir(exist_ok=True)
-    torch = [f"-L{_torch() / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_torch() / 'lib'}"]
-    for library, names in _LIBRARIES.items():
-        own = [str(objects[name]) for name in names]
-        if library == "simnccl.so":
-            own += ["-ltorch_python", f"-L{scratch}", "-lsimcuda", "-Wl,-rpath,$ORIGIN"]
-        _run_all({scratch / library: ["g++", "-shared", *own, *torch]})
-    scratch.rename(folder)
-
-
-def _run_all(commands: dict[Path, list[str]]) -> None:
-    """At once. A file gets its name when it is whole: a build may be killed, and its compilers go on."""
-    parts = {path: path.with_name(f"{path.name}-{os.getpid()}.part") for path in commands}
-    processes = {
-        path: subprocess.Popen([*command, "-o", str(parts[path])], stderr=subprocess.PIPE, text=True)
-        for path, command in commands.items()
-    }
-    errors = {path: process.communicate()[1] for path, process in processes.items()}
-    failed = [path for path, process in processes.items() if process.returncode]
-    for path, part in parts.items():
-        if path in failed:
-            part.unlink(missing_ok=True)
-        else:
-            part.rename(path)
-    if failed:
-        raise RuntimeError("\n".join(errors[path][-8000:] for path in failed))
-
-
-def _forget_others(cache: Path, objects: dict[str, Path]) -> None:
-    for path in cache.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.suffix in (".o", ".part") and path not in objects.values():
-            path.unlink()
+def _compile_all(folder: Path) -> None:
+    """All libraries at once."""
+    include, libraries = _torch() / "include", _torch() / "lib"
+    searched = [include, include / "torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    options = [part for path in searched for part in ("-isystem", str(path))]  # no warnings of torch's
+    linked = [f"-L{libraries}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]
+    processes = []
+    for library, (first, *more) in _LIBRARIES.items():
+        options_of = [part for name in more for part in ("-include", str(HERE / f"{name}.cpp"))]
+        command = [*_COMPILE, *options, *options_of, str(HERE / f"{first}.cpp"), "-o", str(folder / library)]
+        command += [*_LINKED_WITH[library], *linked]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate()[1] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("\n".join(error[-8000:] for error in errors))

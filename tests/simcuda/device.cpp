@@ -18,8 +18,6 @@ namespace {
 thread_local int this_device = 0;
 thread_local std::array<int64_t, kDevices> this_stream_id{};
 
-c10::Device cuda(int index) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
-
 int num_devices() {
   const char* text = std::getenv("SIMULATED_CUDA_DEVICES");
   return text ? std::atoi(text) : 2;

@@ -10,6 +10,7 @@ namespace simcuda {
 // The stream that this thread queues on, on that device.
 Stream current_stream(int device);
 int current_device();
+inline c10::Device cuda(int index) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
 // The same memory as a tensor of the CPU, for its kernels. Does not own it.
 at::Tensor cpu_alias(const at::Tensor& tensor);

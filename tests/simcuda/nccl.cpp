@@ -136,17 +136,6 @@ at::Tensor reduced(const Parts& parts, at::ScalarType dtype, const c10d::ReduceO
 
 // ---- what the ranks of a group tell each other
 
-// Collectives that this process has called but that its device has not reached, while it is held up.
-struct HoldUp {
-  std::mutex mutex;
-  bool is_on = false;
-  std::vector<std::function<void()>> publications;
-};
-HoldUp& hold_up() {
-  static auto* const instance = new HoldUp;
-  return *instance;
-}
-
 // The connection of a group. Once it is broken, everything that is on its way has ended with that error.
 class Channel {
  public:
@@ -159,9 +148,7 @@ class Channel {
 
   void publish(const std::string& key, Bytes bytes) {
     bytes.push_back(0);  // no store knows an empty value
-    auto publication = [store = store_, key, bytes = std::move(bytes)] { store->set(key, bytes); };
-    std::lock_guard<std::mutex> lock(hold_up().mutex);
-    hold_up().is_on ? hold_up().publications.push_back(std::move(publication)) : publication();
+    store_->set(key, bytes);
   }
   bool has(const std::vector<std::string>& keys) { return keys.empty() || store_->check(keys); }
   Parts get(const std::vector<std::string>& keys) {
@@ -799,18 +786,7 @@ class ProcessGroupNCCL2 final : public ProcessGroupNCCL {
       : ProcessGroupNCCL(store, rank, size, std::move(options), true) {}
 };
 
-// ---- for tests: a rank that is late, and a network that breaks
-
-void hold() {
-  std::lock_guard<std::mutex> lock(hold_up().mutex);
-  hold_up().is_on = true;
-}
-
-void release() {
-  std::lock_guard<std::mutex> lock(hold_up().mutex);
-  hold_up().is_on = false;
-  for (const auto& publication : std::exchange(hold_up().publications, {})) publication();
-}
+// ---- for tests: a network that breaks
 
 void break_groups(const std::string& message) {
   std::lock_guard<std::mutex> lock(ProcessGroupNCCL::all_mutex());
@@ -896,8 +872,6 @@ PYBIND11_MODULE(simnccl, module) {
       .def("_set_default_timeout", &Group2::setTimeout)
       .def("get_error", &Group2::getError)
       .def_property_readonly("options", &Group2::getBackendOptions);
-  module.def("hold", &simcuda::hold, py::call_guard<py::gil_scoped_release>());
-  module.def("release", &simcuda::release, py::call_guard<py::gil_scoped_release>());
   module.def("break_groups", &simcuda::break_groups, py::call_guard<py::gil_scoped_release>());
   module.def("default_generator", [](int device) {
     return at::globalContext().defaultGenerator({c10::kCUDA, static_cast<c10::DeviceIndex>(device)});

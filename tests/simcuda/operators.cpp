@@ -41,7 +41,6 @@ at::Tensor cpu_alias(const at::Tensor& tensor) {
 
 namespace {
 
-c10::Device cuda(int index) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 c10::Allocator* allocator() { return at::detail::getCUDAHooks().getCUDADeviceAllocator(); }
 
 at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype, int device) {
@@ -299,7 +298,7 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
-  use_on(self.storage().data_ptr().get(), stream_of(stream.id(), stream.device_index()));
+  use_on(self.storage().data_ptr().get(), stream_of(stream));
 }
 
 // As CUDA's: on the current stream of the source, which waits for that of the target, and the target for it.
