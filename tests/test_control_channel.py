@@ -624,8 +624,6 @@ GARBAGE = {
     "wrong token": hello(1, token="x"),
     "no token": frame({"kind": "hello", "identity": asdict(Identity(rank=1, node_rank=0))}),
     "odd token": frame({"kind": "hello", "token": ["x"], "identity": asdict(Identity(rank=1, node_rank=0))}),
-    "no such rank": hello(9),
-    "a rank that is there": hello(1, pid=2),
     "random": random.Random(0).randbytes(200_000),
     "nothing": b"",
 }
@@ -662,6 +660,21 @@ def test_a_process_of_another_version_is_told_so_and_refused() -> None:
         assert f"it speaks version {VERSION + 1} of the control protocol" in told.record.message
         assert f"the server version {VERSION}. Install the same lightning_ddp" in told.record.message
         assert run.watches[0].who_is_here() == [0]
+        assert run.server.first_failure is None
+
+
+@pytest.mark.parametrize("rank", [1, 9])
+def test_a_first_process_without_a_place_is_told_so_and_refused(rank) -> None:
+    with running(2) as run, connected(run) as other:
+        run.connect_all()
+        other.sendall(hello(rank, pid=2))
+        data = b""
+        while received := other.recv(65536):
+            data += received
+        (told,) = Unpacker().feed(data)
+        assert isinstance(told, Failure)
+        assert told.record.message.startswith(f"there is no place for rank {rank}: check NODE_RANK")
+        assert run.watches[0].who_is_here() == [0, 1]
         assert run.server.first_failure is None
 
 

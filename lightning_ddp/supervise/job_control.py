@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import one_of
@@ -20,7 +21,7 @@ from lightning_ddp.supervise.failure_detection import (
     RootCauseTracker,
     StallWatch,
 )
-from lightning_ddp.supervise.failure_record import GONE, FailureRecord
+from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
 from lightning_ddp.supervise.processes import (
@@ -145,10 +146,14 @@ class JobControl:
                 f"it speaks version {message.version} of the control protocol, and the server version"
                 f" {protocol.VERSION}. Install the same lightning_ddp on all nodes"
             )
-            self._connections.send(peer, protocol.Failure(FailureRecord.of_identity(who, text)))
-            raise ProtocolError(text)
+            self._refuse(peer, who, text)
         if who.rank >= 0:
-            process = self.job.connected(who, now, is_launcher=message.is_launcher)
+            try:
+                process = self.job.connected(who, now, is_launcher=message.is_launcher)
+            except ProtocolError as error:
+                if who.start is not None:  # its launcher knows why
+                    raise
+                self._refuse(peer, who, f"{error}: check NODE_RANK, num_nodes and devices on all nodes")
             self._peers[process], self._process_of[peer] = peer, process
             if process.is_member:
                 self._members[process.rank] = process
@@ -157,6 +162,11 @@ class JobControl:
         first = self._verdict.first
         if first is not None and who.rank >= 0 and (self._is_told or who.start is None):
             self._connections.send(peer, protocol.Failure(first))
+
+    def _refuse(self, peer: Peer, who: Identity, text: str) -> NoReturn:
+        """Tell a process why it has no part in the run, and raise `ProtocolError` to hang up."""
+        self._connections.send(peer, protocol.Failure(FailureRecord.of_identity(who, text)))
+        raise ProtocolError(text)
 
     def report(self, message: protocol.Failed, now: float) -> None:
         """Pass a reported failure, exit or disconnection on to the search for the root cause."""
