@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ddp._torch import foreach_add_
 from lightning_ddp.comm.group import uploaded
-from lightning_ddp.encoding.mean import Codec, Wire
+from lightning_ddp.encoding.mean import Wire
 from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 
@@ -70,8 +70,8 @@ class Hook:
 
     name: ClassVar[str]
     Options: ClassVar[type[HookOptions]] = HookOptions
-    make_codec: ClassVar[Callable[[Any], Codec] | None] = None
-    """Function of the options that returns an encoder of sent values; then the hook may wrap another one."""
+    make_codec: ClassVar[Any] = None
+    """Function of the options that returns a `Codec` of sent values; such a hook may wrap another one."""
     takes_wire: ClassVar[bool] = False
     """True if another hook, which has `make_codec`, may encode the values that this hook sends."""
 
