@@ -28,13 +28,15 @@ NUM_WORKERS = 2
 
 
 def train(order: dict[str, Any]) -> None:
+    """On a worker: once with each strategy, in the process group that Ray has made."""
     import lightning.pytorch as pl
 
     from lightning_ddp import RayCustomDDPStrategy
 
     class Model(pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self, name: str) -> None:
             super().__init__()
+            self.name = name
             self.layer = torch.nn.Linear(1, 1)
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -50,27 +52,27 @@ def train(order: dict[str, Any]) -> None:
             if self.global_rank == 0:
                 weights = [parameter.item() for parameter in self.parameters()]
                 note = {"weights": weights, "world_size": self.trainer.world_size}
-                Path(order["folder"], "worker.json").write_text(json.dumps(note))
+                Path(order["folder"], f"{self.name}.json").write_text(json.dumps(note))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    pl.seed_everything(7)
-    strategy = RayDDPStrategy() if order.get("strategy") == "ray" else RayCustomDDPStrategy()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        plugins=[RayLightningEnvironment()],
-        callbacks=[RayTrainReportCallback()],
-        accelerator="cpu",
-        devices="auto",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer = prepare_trainer(trainer)
-    trainer.fit(Model(), DataLoader(torch.arange(64.0), batch_size=4))
+    for name in order["strategies"]:
+        pl.seed_everything(7)
+        trainer = pl.Trainer(
+            strategy=RayDDPStrategy() if name == "ray" else RayCustomDDPStrategy(),
+            plugins=[RayLightningEnvironment()],
+            callbacks=[RayTrainReportCallback()],
+            accelerator="cpu",
+            devices="auto",
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer = prepare_trainer(trainer)
+        trainer.fit(Model(name), DataLoader(torch.arange(64.0), batch_size=4))
 
 
 def fit(order: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +89,8 @@ def fit(order: dict[str, Any]) -> dict[str, Any]:
         result = trainer.fit()
     except Exception as error:  # noqa: BLE001 (what Ray raises is what is tested)
         return {"error": f"{type(error).__name__}: {error} {error.__cause__}"}
-    note = json.loads((folder / "worker.json").read_text())
-    return {**note, "checkpoint": result.checkpoint is not None, "epochs": result.metrics["epoch"] + 1}
+    notes = {name: json.loads((folder / f"{name}.json").read_text()) for name in order["strategies"]}
+    return {**notes, "checkpoint": result.checkpoint is not None, "epochs": result.metrics["epoch"] + 1}
 
 
 def main() -> None:
