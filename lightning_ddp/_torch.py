@@ -40,11 +40,6 @@ preserve_version_counters: Any = torch.autograd._unsafe_preserve_version_counter
 _engine: Any = torch.autograd.Variable._execution_engine
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Function that, called from an autograd hook, queues a callback for the end of this backward."""
-current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""Function that returns the node of the graph that is executed, or about to be, in a hook of a backward."""
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Function that tells if the present backward executes a node; for a leaf whose gradient
-`torch.autograd.grad` is to return, it raises RuntimeError."""
 use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
 """Function that returns the number of C++ references to a tensor; 1 is its Python object."""
 gradient_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from comparison import assert_all_as_torch, assert_same, grads_of, state_of
 from harness import on_ranks, run_ranks, run_threads
-from models import filled, x_of
+from models import x_of
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -229,31 +229,6 @@ def test_a_second_backward_through_averaged_gradients_is_refused_with_a_way_out(
         assert run_threads(rank_main, 2) == [[False] * 6] * 2
 
 
-def gradients_of_outputs(rank, world_size, wrap, options):
-    """A gradient penalty, and steps in which `.grad` stays as it is, outside of forward."""
-    module = filled(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
-    model = wrap(module, **options)
-    seen = []
-    for step in range(4):
-        model.zero_grad()
-        x = x_of(rank, step).requires_grad_()
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        (output.square().sum() + slope.square().sum()).backward()
-        seen.append(grads_of(module))
-        torch.autograd.grad(model(x).sum(), list(module.parameters()))
-        model(x).sum().backward(inputs=[x])
-        seen.append(grads_of(module))
-    return seen
-
-
-@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of torch: some gradients are transposed
-def test_a_gradient_that_is_returned_or_of_inputs_alone_is_not_averaged() -> None:
-    # with static_graph=True torch averages in its first backward of any kind
-    cases = [({},), ({"find_unused_parameters": True},), ({"bucket_cap_mb": 1e-6},)]
-    assert_all_as_torch(gradients_of_outputs, 2, cases)
-
-
 class Reentrant(nn.Module):
     """Runs its layer as often as it is told, checkpointed."""
 
@@ -323,7 +298,7 @@ torch.utils._pytree.register_pytree_node(
 
 
 def test_the_search_finds_tensors_in_any_container() -> None:
-    loss = torch.ones((), requires_grad=True)
+    loss = torch.ones(())
     registered = Registered(torch.zeros(()), Pair("x", loss))
     nested = [Outputs(torch.zeros(()), {"k": (registered, None)})]
     assert any(found is loss for found in find_tensors(nested))

@@ -47,9 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = {
     "torch": "_foreach_add_ _foreach_copy_ _foreach_mul_",
     "torch.Tensor": "_post_accumulate_grad_hooks _use_count",
-    "torch._C": """
-        _current_autograd_node ?_get_obj_in_tls ?_is_key_in_tls ?_remove_obj_from_tls ?_stash_obj_in_tls
-        _will_engine_execute_node""",
+    "torch._C": "?_get_obj_in_tls ?_is_key_in_tls ?_remove_obj_from_tls ?_stash_obj_in_tls",
     "torch._C._distributed_c10d.FakeProcessGroup": "_create_internal",
     "torch._C._dynamo.eval_frame": "?_FrameAction ?_FrameExecStrategy",
     "torch/_dynamo/eval_frame.py": "_orig_mod _torchdynamo_disable",

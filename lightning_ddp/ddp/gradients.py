@@ -14,10 +14,9 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp._torch import current_node, gradient_hooks_of, tree_leaves, will_execute
+from lightning_ddp._torch import gradient_hooks_of, tree_leaves
 from lightning_ddp.comm.group import Group, InThread, uploaded
 from lightning_ddp.ddp.bucket import Bucket, BucketLayout, ReducerOptions
 from lightning_ddp.ddp.reduction import BackwardState, Reduction
@@ -74,38 +73,18 @@ def hook_gradients(
 def reached_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
     """Return the `id`s of the leaf tensors whose gradient a backward from `outputs` may compute."""
     reached = {id(t) for t in outputs if t.requires_grad and t.grad_fn is None}
-    for node in _nodes(t.grad_fn for t in outputs if t.grad_fn is not None):
-        leaf = getattr(node, "variable", None)  # set on AccumulateGrad nodes
-        if leaf is not None:
-            reached.add(id(leaf))
-    return reached
-
-
-def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes of the graph that a backward from `roots` passes through, each once."""
-    waiting = list(roots)
+    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        yield node
+        leaf = getattr(node, "variable", None)  # set on AccumulateGrad nodes
+        if leaf is not None:
+            reached.add(id(leaf))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-def accumulates(parameter: torch.Tensor | None) -> bool:
-    """Return True in a hook of a backward that gives gradients to parameters, unlike `torch.autograd.grad`.
-
-    Either it reaches `parameter`, or it leaves out no node of the graph, which may have no parameter.
-    """
-    try:
-        if parameter is not None and will_execute(get_gradient_edge(parameter).node):
-            return True
-        following = [node for node, _ in current_node().next_functions if node is not None]
-        return all(map(will_execute, _nodes(following)))
-    except RuntimeError:  # a gradient of a leaf is to be returned
-        return False
+    return reached
 
 
 class Expected(Enum):
@@ -178,11 +157,6 @@ class Gradients:
             for index, parameter in enumerate(self._params):
                 if id(parameter) not in reached and expected[index] is Expected.YES:
                     expected[index] = Expected.UNREACHED
-
-    def are_coming(self) -> bool:
-        """Return True in a hook of the backward whose gradients are expected, not of another before it."""
-        expected = zip(self._params, self.expected, strict=True)
-        return accumulates(next((p for p, expectation in expected if expectation is Expected.YES), None))
 
     @property
     def _are_all_expected(self) -> bool:

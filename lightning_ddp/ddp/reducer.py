@@ -211,10 +211,7 @@ class Reducer:
 
         def start(_grad: torch.Tensor) -> None:
             reducer = owner()
-            present = reducer._backward if reducer is not None else None
-            if reducer is None or present is None or not present.is_armed or present.is_running:
-                return
-            if reducer._gradients.are_coming():
+            if reducer is not None and reducer._backward is not None and reducer._backward.is_armed:
                 reducer.begin()
 
         # These hooks run first, and in the outermost of nested backwards.
