@@ -100,6 +100,7 @@ def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
 
 is_joining: Callable[[Any], bool] = operator.attrgetter("_join_config.enable")
 """Function that returns True if a `Joinable` is inside `Join`."""
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 
 
 def known_groups() -> Mapping[Any, tuple[str, Any]]:
@@ -127,10 +128,6 @@ def keep_sockets_in(folder: str) -> None:
 
 def name_of_group(process_group: Any) -> str:
     return str(dist.distributed_c10d._world.pg_names[process_group])
-
-
-def default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def count_groups_anew() -> None:

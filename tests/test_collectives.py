@@ -14,6 +14,7 @@ from harness import on_ranks, run_threads
 from harness.toy_backend import ToyGroup
 
 from lightning_ddp import comm
+from lightning_ddp.comm import collectives
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
@@ -255,7 +256,9 @@ def test_nested_tensors_travel_in_chunks_and_not_in_the_pickle(process_group) ->
     assert group.sizes == [4096, 8000, 8000, 4000, 8000]
 
 
-def test_broadcast_coalesced_in_chunks_of_mixed_kinds() -> None:
+def test_broadcast_coalesced_in_chunks_of_mixed_kinds(monkeypatch) -> None:
+    monkeypatch.setattr(collectives, "CHUNK_BYTES", 1600)
+
     def rank_main(rank, world_size, process_group):
         torch.manual_seed(rank)
         tensors = [
@@ -269,7 +272,7 @@ def test_broadcast_coalesced_in_chunks_of_mixed_kinds() -> None:
             torch.randn(7, 3).t(),
             torch.randn(1000),
         ]
-        broadcast_coalesced(Group(process_group), tensors, src=1, chunk_bytes=1600)
+        broadcast_coalesced(Group(process_group), tensors, src=1)
         return [t.clone() for t in tensors]
 
     results = run_threads(rank_main, 3)

@@ -36,13 +36,9 @@ def barrier(group: Group, device: torch.device, name: str | None = None, *, time
         name: part of the label of the call.
         timeout: as for `all_reduce`, also its errors.
     """
-    call = Call(group, device, _label("barrier", name), timeout)
+    call = Call(group, device, "barrier" if name is None else f"barrier {name!r}", timeout)
     call.run(group.all_reduce, torch.zeros(1, dtype=torch.int32, device=device))
     group.wait_device(device)
-
-
-def _label(what: str, name: str | None) -> str:
-    return what if name is None else f"{what} {name!r}"
 
 
 def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedelta | float) -> None:
@@ -63,7 +59,8 @@ def monitored_barrier(group: Group, name: str | None = None, *, timeout: timedel
         ConfigurationError: torch knows no store for this group; pass one with `Group(..., store=store)`.
     """
     # The call has no deadline of its own: at the deadline the ranks decide together which are missing.
-    call = Call(group, torch.device("cpu"), _label("monitored_barrier", name))
+    label = "monitored_barrier" if name is None else f"monitored_barrier {name!r}"
+    call = Call(group, torch.device("cpu"), label)
     limit_s = limit_of(timeout, call.label)
     if group.store is None:
         raise ConfigurationError(

@@ -113,13 +113,11 @@ def broadcast(
     return tensor
 
 
-def broadcast_coalesced(
-    group: Group, tensors: Sequence[torch.Tensor], src: int = 0, chunk_bytes: int = CHUNK_BYTES
-) -> None:
+def broadcast_coalesced(group: Group, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
     """Overwrite `tensors` with those of group rank `src`, small ones in chunks of one broadcast each.
 
     Shapes and dtypes must be the same on all ranks. Small tensors of one dtype and device are sent together
-    in chunks of at most `chunk_bytes`; a contiguous tensor of 1 MiB or more is sent in place, without a copy.
+    in chunks of at most 25 MiB; a contiguous tensor of 1 MiB or more is sent in place, without a copy.
 
     Collective: all ranks must call it.
     """
@@ -127,7 +125,7 @@ def broadcast_coalesced(
         large = [t for t in tensors if t.is_contiguous() and t.nbytes >= _IN_PLACE_BYTES]
         alone = {id(t) for t in large}
         works = [(group.broadcast(numbers(t), src), t.device) for t in large]
-        for chunk in chunks([t for t in tensors if id(t) not in alone], chunk_bytes):
+        for chunk in chunks([t for t in tensors if id(t) not in alone], CHUNK_BYTES):
             flat = torch.cat([t.detach().reshape(-1) for t in chunk])
             group.wait(group.broadcast(numbers(flat), src), flat.device)
             if group.rank != src:

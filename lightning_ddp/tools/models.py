@@ -50,10 +50,6 @@ def _transformer6() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
 
 
-def _conv() -> nn.Module:
-    return nn.Conv2d(32, 32, kernel_size=3, padding=1)
-
-
 def _scaled_linear(features: int, nonlinearity: str) -> nn.Module:
     # The default initialization shrinks the signal in each layer; hundreds of layers deep it ends in denormal
     # numbers, whose arithmetic is many times slower and would be what is measured.
@@ -63,6 +59,7 @@ def _scaled_linear(features: int, nonlinearity: str) -> nn.Module:
     return linear
 
 
+_conv = partial(nn.Conv2d, 32, 32, kernel_size=3, padding=1)
 WORKLOADS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear500": (partial(_repeated, 500, partial(_scaled_linear, 32, "relu"), nn.ReLU), (8, 32)),
     "linear16": (partial(_repeated, 16, partial(_scaled_linear, 1024, "linear")), (8, 1024)),

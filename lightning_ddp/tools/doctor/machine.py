@@ -262,6 +262,7 @@ def _from_slurm(env: Mapping[str, str]) -> Placement:
 
 def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
     findings: list[Finding] = []
+    problems = []
     if env.get("SLURM_JOB_ID"):
         reason = "SLURM_NTASKS is not set" if "SLURM_NTASKS" not in env else "the job is interactive"
         found = f"inside job {env['SLURM_JOB_ID']}, but {reason}: Lightning starts processes itself"
@@ -276,14 +277,12 @@ def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
     rank = int(env.get("NODE_RANK", 0))
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if num_nodes > 1 and missing:
-        message = (
+        problems.append(
             f"--nodes {num_nodes}, but {', '.join(missing)} not set. Set the same MASTER_ADDR and"
             " MASTER_PORT on every node, and NODE_RANK to 0, 1, ..."
         )
-        findings.append(Finding("FAIL", "variables", message))
     if num_nodes > 1 and not 0 <= rank < num_nodes:
-        message = f"NODE_RANK={rank} is not below --nodes {num_nodes}"
-        findings.append(Finding("FAIL", "variables", message))
+        problems.append(f"NODE_RANK={rank} is not below --nodes {num_nodes}")
     return Placement(
         starter="nobody" if num_nodes == 1 else "script",
         rank=rank,
@@ -291,7 +290,7 @@ def _from_user(env: Mapping[str, str], num_nodes: int) -> Placement:
         num_nodes=num_nodes,
         master_addr=env.get("MASTER_ADDR"),
         master_port=_port(env),
-        findings=tuple(findings),
+        findings=(*findings, *(Finding("FAIL", "variables", problem) for problem in problems)),
     )
 
 

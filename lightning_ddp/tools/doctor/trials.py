@@ -285,10 +285,6 @@ def _flat(tensors: Iterable[Any]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors]).cpu()
 
 
-def _weights(module: nn.Module) -> Tensor:
-    return _flat(module.parameters())
-
-
 def _gradients(module: nn.Module) -> Tensor:
     return _flat(parameter.grad for parameter in module.parameters())
 
@@ -413,18 +409,18 @@ def _try_averager(ranks: Ranks, verdict: Verdict, *, name: str) -> None:
         is_local = not averager.averages_gradients
         training.backward(ranks.batch(_NUM_GLOBAL_STEPS + local_step))
         training.optimizer.step()
-        rows = ranks.gather(_weights(module)).double()
+        rows = ranks.gather(_flat(module.parameters())).double()
         averager.step(training.optimizer)
         if is_local and local_step % 2 == 0:
             means[local_step + AVERAGERS[name].get("delay", 0)] = rows.mean(0)
         expected, bound = rows[ranks.rank if is_local else 0], 0.0
         if local_step in means:
             expected, bound = means[local_step], _rounding(rows)
-        verdict.check(f"local step {local_step}", "parameters", _weights(module), expected, bound)
-    rows = ranks.gather(_weights(module))
+        verdict.check(f"local step {local_step}", "parameters", _flat(module.parameters()), expected, bound)
+    rows = ranks.gather(_flat(module.parameters()))
     averager.agree()
     expected, bound = _mean_of(rows)[0], _rounding(rows)
-    verdict.check("at the end", "agreed parameters", _weights(module), expected, bound)
+    verdict.check("at the end", "agreed parameters", _flat(module.parameters()), expected, bound)
     for key, found in module.state_dict().items():
         first = ranks.gather(found.flatten())[0]
         verdict.check("at the end", f"{key} beside rank 0's", found.flatten(), first, 0.0)
