@@ -42,8 +42,15 @@ def test_histories(seeds) -> None:
     "seed",
     [
         pytest.param(627100, id="a node is back twice, with the process ids of before"),
+        pytest.param(706522, id="a node is back before the end of its launcher is judged"),
+        pytest.param(
+            709913, id="a launcher that leaves disconnects after the next one was asked to start a process"
+        ),
         pytest.param(757045, id="a new process has the id of one whose end is not known"),
         pytest.param(655316, id="ranks fail in their setup while all processes are stopped"),
+        pytest.param(
+            843667, id="all processes are stopped while a lost connection waits for its explanation"
+        ),
         pytest.param(767916, id="a rank is stopped, and another dies, as all are to stop"),
     ],
 )

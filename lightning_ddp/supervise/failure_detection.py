@@ -83,6 +83,11 @@ class RootCauseTracker:
             self.first = min(named, key=lambda entry: entry[0])[1]
         return self.first
 
+    def restart_limits(self, now: float) -> None:
+        """Wait for better explanations again, as this very process was stopped, and has heard none."""
+        self._vanished = {key: (now + EXIT_WAIT_S, record) for key, (_, record) in self._vanished.items()}
+        self.echoes = [(now + ECHO_WAIT_S, record) for _, record in self.echoes]
+
     def set_aside(self, record: FailureRecord) -> None:
         """Forget the first failure and all records of its process, without which the job continues."""
         self.first = None

@@ -25,6 +25,7 @@ from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.job_state import JobState
 from lightning_ddp.supervise.orders import JobPhase, RankPhase, Report
 from lightning_ddp.supervise.processes import (
+    ASLEEP_S,
     Accuse,
     Action,
     End,
@@ -172,7 +173,10 @@ class JobControl:
         """Pass a reported failure, exit or disconnection on to the search for the root cause."""
         record = message.record
         process = self.job.roster.of(record)
+        counts_exit = isinstance(message, protocol.Exited) and self.job.exited(record, now)
         rank = record.rank if process is None else process.rank
+        if process is not None:  # of which another one may take over the process id before this is judged
+            record = replace(record, start=process.identity.start)
         is_of_run = process is None or process.state is ProcessState.MEMBER
         match message:
             case protocol.SecondaryFailure():
@@ -186,7 +190,7 @@ class JobControl:
                 elif process is None or process.is_member:
                     self._verdict.vanished(replace(record, rank=rank), now)
             case protocol.Exited():
-                if self.job.exited(record, now):
+                if counts_exit:
                     self._verdict.exited(replace(record, rank=rank), now)
             case _:
                 if process is None or is_of_run:
@@ -259,6 +263,10 @@ class JobControl:
         """Look for failures, and react; once the first one is certain, send it to all ranks and return it."""
         job = self.job
         self._renew(now)
+        waits_until = self._verdict.deadline()
+        if waits_until is not None and now > waits_until + ASLEEP_S:
+            self._verdict.restart_limits(now)
+            job.restart_limits(now)
         self._deliver(self._inspection.due(now))
         if self._is_told:
             return None

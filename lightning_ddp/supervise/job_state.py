@@ -22,6 +22,7 @@ from lightning_ddp.supervise.orders import (
     WishKind,
 )
 from lightning_ddp.supervise.processes import (
+    ASLEEP_S,
     OUT,
     Accuse,
     Action,
@@ -42,7 +43,6 @@ SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others b
 _PERIOD_S = 1.0
 _REPORTS_A_S = 128  # of all ranks together while no fact changes: each report costs the server some 50 us
 _EXPLAINED_WITHIN_S = 5.0  # seconds after which the report of a member that it fails is its failure
-_ASLEEP_S = 1.0  # seconds after a deadline at which a first look shows that this very process was stopped
 _MOST_VOIDS = 5
 _MEETS_WITHIN_S = 30.0
 """Seconds in which ranks that are all there fail to connect at least `_MOST_VOIDS` times, until the run ends:
@@ -185,10 +185,11 @@ class JobState:
 
     def disconnected(self, process: Process, now: float) -> None:
         """Record that a connection has closed. If a training rank is lost by it, the caller calls `lose`."""
+        was_asked = self.roster.launcher_of(process.place) is process
         process.is_connected = False
         if process.node != 0 and process.state in (ProcessState.STANDING, ProcessState.RELEASED):
             self._exit(process, now)  # its launcher may be gone with it
-        if process.is_launcher and process.node != 0:
+        if was_asked:
             self._slots.reopen(process.node, now)  # what it was asked for is another one's, if any
 
     def exited(self, record: FailureRecord, now: float) -> bool:
@@ -283,8 +284,8 @@ class JobState:
 
     def tick(self, now: float) -> list[Action]:
         """Advance the job and time out late processes; return actions: orders to send, kills, starts."""
-        if any(at is not None and now > at + _ASLEEP_S for at in self._limits()):
-            self._restart_limits(now)
+        if any(at is not None and now > at + ASLEEP_S for at in self._limits()):
+            self.restart_limits(now)
         self._lose_late(now)
         while self._advance(now):
             pass
@@ -296,7 +297,7 @@ class JobState:
         actions, self._actions = self._actions, []
         return actions
 
-    def _restart_limits(self, now: float) -> None:
+    def restart_limits(self, now: float) -> None:
         """Give all the whole time again, as this very process was stopped (Ctrl-Z), and has heard nobody."""
         self._orders.restart(now)
         self._stops_by = None if self._stops_by is None else now + self._grace_s

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity
 from lightning_ddp.supervise.orders import JobPhase, Order, RankPhase, Report, Task, WishKind
 
+ASLEEP_S = 1.0  # seconds after a deadline at which a first look shows that this very process was stopped
 STEPS_TO_FORGET = 100  # committed steps after which earlier failures count no more
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 60.0
