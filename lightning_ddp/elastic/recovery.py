@@ -100,10 +100,6 @@ class Recovery(StepObserver):
         before_updates(trainer, self._begin_update)
         for loader in loaders_of(trainer.fit_loop):  # made already, to count the steps of a schedule
             self.dealer.adopt(loader)
-        self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
-        self._calls.may_leave = True
-        if not self._is_joining:  # what is repeated goes on without a rank that is lost before all are here
-            self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
     @property
     def _ours(self) -> FailureHandler:
@@ -118,8 +114,12 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ told by the strategy
 
     def begin_fit(self) -> None:
+        """Allow ranks to be lost and to leave from now on. Collective, except in a process that joins."""
         super().begin_fit()
-        self._calls.begin_fit()
+        self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
+        self._calls.may_leave = True
+        if not self._is_joining:  # what is repeated goes on without a rank that is lost before all are here
+            self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
     def begin_batch(self, batch: Any) -> None:
         self.ledger.batch = batch
