@@ -77,6 +77,7 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"draws": True, "hooks": True, "trainer": {"reload_dataloaders_every_n_epochs": 1}},
         {},
     ),
+    "a parameter group that the step has added": ({"adds_group": 2}, {}),
 }
 
 

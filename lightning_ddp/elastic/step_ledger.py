@@ -310,6 +310,7 @@ class Mark:
     ) -> None:
         self.phase, self.has_weights = phase, has_weights
         self._batches = PhaseMark(trainer) if is_round else None
+        self._num_groups = [(each, len(each.param_groups)) for each in trainer.optimizers]
         optimizers = trainer.optimizers if has_weights else ()
         parameters = trainer.lightning_module.parameters() if has_weights else ()
         self._optimizers = [(optimizer, copy.deepcopy(optimizer.state_dict())) for optimizer in optimizers]
@@ -332,6 +333,8 @@ class Mark:
         if self._batches is not None:
             self._batches.restore_weights()
             self._batches.restore()
+        for optimizer, number in self._num_groups:
+            del optimizer.param_groups[number:]  # what is repeated adds them again
         for optimizer, state in self._optimizers:
             optimizer.load_state_dict(copy.deepcopy(state))
         for parameter, value in self._parameters:
@@ -377,6 +380,7 @@ class PhaseMark:
             (config.scheduler, copy.deepcopy(config.scheduler.state_dict()))
             for config in trainer.lr_scheduler_configs
         ]
+        self._num_groups = [(each, len(each.param_groups)) for each in trainer.optimizers]
         self._rates = [
             (group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups
         ]
@@ -403,6 +407,8 @@ class PhaseMark:
         set_batches_that_stepped(self._trainer, self._num_stepped)
         for scheduler, state in self._schedulers:
             scheduler.load_state_dict(copy.deepcopy(state))
+        for optimizer, number in self._num_groups:
+            del optimizer.param_groups[number:]
         for group, rate in self._rates:
             group["lr"] = rate
         for callback, state, saved in self._callbacks:
