@@ -420,7 +420,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             divide_by_initial_world_size=self._divide_by_initial_world_size,
         )
         set_training_results(trainer, bind_like(trainer, LockstepResults)(self._lockstep))
-        forget_loaders(trainer)  # already made if a schedule needed the number of steps
+        forget_loaders(trainer.fit_loop)  # already made if a schedule needed the number of steps
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from lightning_ddp._lightning import (
     enter_epoch,
     fetch_anew,
     finish_batch,
+    forget_loaders,
     limit_epoch,
     limit_validation,
     loaders_of,
@@ -89,7 +89,8 @@ class Recovery(StepObserver):
         """Slots of the generation that was told of last, by rank."""
         self._num_recoveries = 0  # of generations after a failure; not of those that others joined or left
         self._is_meeting = False  # True if this rank stands at the boundary where all meet
-        self._journal, self._is_joining = journal, context.is_joining
+        self._journal = journal or Journal(context)  # else empty, as nobody joins
+        self._is_joining = context.is_joining
         self._handover: Handover | None = None  # state that members make for processes that join
         self._joined: NewGeneration | None = None  # generation that it has joined, until its first step
         share_versions(trainer)
@@ -173,24 +174,23 @@ class Recovery(StepObserver):
 
     def check_sanity(self, check: Callable[[], None]) -> None:
         """Set up validation loaders and run the sanity check; a joining process joins the run instead."""
-
-        def set_up() -> None:  # in all processes at the same point of the set-up
-            if self._trainer.enable_validation:
-                self._trainer.validating = True
-                self._loop.val_loop.setup_data()
-                self._trainer.training = True
-
-        self.repeat(set_up)
+        self.repeat(self._set_up_validation)  # in all processes at the same point of the set-up
         if self._is_joining:
             self._join()
             return
-        with self._journal.closed() if self._journal is not None else nullcontext():
-            self.repeat(check)
+        num_results = len(self._journal.results)
+        self.repeat(check)
+        del self._journal.results[num_results:]  # who joins does not run it
+
+    def _set_up_validation(self) -> None:
+        if self._trainer.enable_validation:
+            self._trainer.validating = True
+            self._loop.val_loop.setup_data()
+            self._trainer.training = True
 
     def start_epoch(self, start: Callable[[], None]) -> None:
         """Begin a training epoch, again if ranks are lost; a joined process enters the running one."""
-        if self._journal is not None:
-            self._journal.end()
+        self._journal.end()
         if self._joined is not None:  # of an epoch that has begun for the others
             start()
             enter_epoch(self._trainer)
@@ -286,8 +286,10 @@ class Recovery(StepObserver):
             phase()
             return True
         self.ledger.begin_phase()
+        num_results = len(self._journal.results)
 
         def attempt() -> None:
+            del self._journal.results[num_results:]  # of an attempt that was interrupted
             self._calls.defer(False)
             self._ours.interrupt.check()
             phase()
@@ -385,8 +387,7 @@ class Recovery(StepObserver):
         if num_batches is None:
             num_batches = self._loop.batch_progress.current.ready
         self._deal(num_batches)
-        if self._journal is not None:
-            self._journal.publish()  # rank 0 may have been lost before it has
+        self._journal.publish()  # rank 0 may have been lost before it has
         self._tell(new, error)
         if self.ledger.cursor is Cursor.COMMITTED:
             self._calls.defer(True)
@@ -401,7 +402,7 @@ class Recovery(StepObserver):
         received = broadcast_nested(self._group(), sent, source, self._device, label="state to join with")
         if self._calls.state.place in new.joined:
             self._handover = received
-            received.restore(self._trainer, self._communication)
+            received.restore(self._trainer)
 
     # ------------------------------------------------------------------ a process that joins
 
@@ -423,6 +424,16 @@ class Recovery(StepObserver):
             return new
 
         self._joined = self._enter_next(wait)
+        assert self._handover is not None
+        trainer: Any = self._trainer
+        if trainer.reload_dataloaders_every_n_epochs:  # the others may have other ones in this epoch
+            self.ledger.finish_alone()
+            for loop in (trainer.fit_loop, self._loop.val_loop):
+                forget_loaders(loop)
+            self._set_up_validation()
+            trainer.fit_loop.setup_data()
+            self.ledger.last_phase = self.ledger.phase
+        self._handover.restore_reload_epochs(trainer)
 
     def _enter_late(self, new: NewGeneration) -> None:
         """Restore loop counters and data position, and seed, before a joined process's first step."""
