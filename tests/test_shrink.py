@@ -313,6 +313,16 @@ def test_a_rank_that_is_a_step_behind_copies_the_state(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_a_validation_at_whose_end_a_rank_is_late_is_repeated_by_all(tmp_path) -> None:
+    """Rank 1 is late where rank 2 dies; rank 0 would go on to the next step."""
+    order = {"validates": True, "late_in_validation": 4, "trainer": {"val_check_interval": 4}}
+    ledger = train(tmp_path, devices=3, faults=[fault(2, "validation end", 4)], **order)
+    ledger.check([0, 1])
+    for entries in ledger.by_step().values():
+        require_same(entries, ["val"])
+
+
+@pytest.mark.slow
 def test_weights_that_a_callback_swaps_for_validation_are_in_their_places_after_it(tmp_path) -> None:
     order = {"devices": 3, "validates": True, "callbacks": True}
     ledger = train(tmp_path, faults=[fault(1, "validation", 8)], **order)

@@ -266,7 +266,7 @@ class Recovery(StepObserver):
         """Average the parameters over all ranks; return False if a loss of ranks undid steps. Collective."""
 
         def agree() -> None:
-            if not self.ledger.is_alone and self._communication.agree():
+            if self._communication.agree():
                 self.ledger.agree()
 
         return self.repeat(agree)
@@ -280,7 +280,8 @@ class Recovery(StepObserver):
     def repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> bool:
         """Run `phase` (no optimizer steps), again if ranks are lost; return False if that undid steps.
 
-        It is repeated from its beginning; `is_new_epoch` if the loop still counts the batches of another one.
+        It is repeated from its beginning, by all ranks or, once all have come to its end, by none.
+        `is_new_epoch` if the loop still counts the batches of another epoch.
         """
         if self.ledger.phase_mark is not None or self._is_joining:  # who joins meets nobody yet
             phase()
@@ -289,10 +290,13 @@ class Recovery(StepObserver):
         num_results = len(self._journal.results)
 
         def attempt() -> None:
+            if self.ledger.is_alone:  # all have come to its end, and others have gone on
+                return
             del self._journal.results[num_results:]  # of an attempt that was interrupted
             self._calls.defer(False)
             self._ours.interrupt.check()
             phase()
+            barrier(self._group(), self._device, "end of a part of the loops")
             self._settle()
             self._calls.defer(True)
 

@@ -234,9 +234,9 @@ class StepLedger:
 
     def settle(self, generation: NewGeneration) -> None:
         """Roll back to the step from which all ranks continue, unless this rank has to copy a newer state."""
-        if self.phase_mark is not None:
-            self.phase_mark.restore_weights()  # others may copy them
         self.last_phase = generation.phase
+        if self.phase_mark is not None and not self.is_alone:
+            self.phase_mark.restore_weights()  # others may copy them
         if self.step >= generation.step:
             self.undo()
 
@@ -253,7 +253,7 @@ class StepLedger:
         """Restore random and other states that the recovery has changed, just before training continues."""
         if self.must_redo and self.mark is not None:
             self.mark.random.restore()
-        elif self.phase_mark is not None:
+        elif self.phase_mark is not None and not self.is_alone:
             self.phase_mark.restore()
 
 
