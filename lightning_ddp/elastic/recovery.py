@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -122,11 +122,8 @@ class Recovery(StepObserver):
         if not self._is_joining:  # what is repeated goes on without a rank that is lost before all are here
             self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
-    def begin_batch(self, batch: Any) -> None:
-        self.ledger.batch = batch
-
-    def end_forward(self, output: Any) -> None:
-        self.ledger.note_output(output)
+    def end_forward(self, batch: Any, output: Any) -> None:
+        self.ledger.note_output(batch, output)
 
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
         loss = super().begin_backward(loss)
@@ -139,9 +136,6 @@ class Recovery(StepObserver):
 
     def agree(self) -> None:
         self.ledger.agree()
-
-    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.clone() for tensor in tensors]
 
     def _begin_update(self) -> None:
         self._settle()

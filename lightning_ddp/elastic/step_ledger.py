@@ -162,11 +162,12 @@ class StepLedger:
 
     # ------------------------------------------------------------------ told by the strategy
 
-    def note_output(self, output: Any) -> None:
-        """Keep the output of `training_step` for the batch, without the graph of its loss."""
+    def note_output(self, batch: Any, output: Any) -> None:
+        """Keep the batch, and the output of `training_step` for it, without the graph of its loss."""
         if isinstance(output, Mapping):
             loss = output.get("loss")
             output = {**output, "loss": loss.detach()} if isinstance(loss, torch.Tensor) else output
+        self.batch = batch
         self.output = output.detach() if isinstance(output, torch.Tensor) else output
 
     def begin_backward(self) -> None:
