@@ -371,6 +371,11 @@ callback_metrics = _reader("_logger_connector._callback_metrics")
 batches_that_stepped = _reader("fit_loop.epoch_loop._batches_that_stepped")
 """Return a Trainer's step for logging, which counts several optimizers as one."""
 set_batches_that_stepped = _writer("fit_loop.epoch_loop._batches_that_stepped")
+train_reload_epoch = _reader("fit_loop._last_train_dl_reload_epoch")
+"""Return the epoch in which a Trainer created its training dataloaders last."""
+set_train_reload_epoch = _writer("fit_loop._last_train_dl_reload_epoch")
+val_reload_epoch = _reader("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch")
+set_val_reload_epoch = _writer("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch")
 set_saved_last = _writer("_last_global_step_saved")
 """Set the step that `saved_last` returns."""
 running_hook = _reader("_current_fx_name")
@@ -411,7 +416,7 @@ def _set_up_whole(loop: Any, set_up: Callable[[], None]) -> None:
     try:
         set_up()
     except BaseException:
-        _set(loop, "_combined_loader", None)
+        forget_loaders(loop)
         raise
 
 
@@ -435,9 +440,9 @@ def loaders_of(loop: Any) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
-def forget_loaders(trainer: Trainer) -> None:
-    """Make the training loop create its dataloaders again: reset `_combined_loader`."""
-    _set(trainer.fit_loop, "_combined_loader", None)
+def forget_loaders(loop: Any) -> None:
+    """Make a training or evaluation loop create its dataloaders again: reset `_combined_loader`."""
+    _set(loop, "_combined_loader", None)
 
 
 def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:

@@ -207,11 +207,10 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
             check_arguments(
                 recovery,
+                self._communication,
+                ddp_comm_state,
                 start_method=start_method,
                 uneven_inputs=uneven_inputs,
-                hook=self._communication.kind,
-                hook_has_state=self._communication.kind == "function" and ddp_comm_state is not None,
-                averager=self._communication.averager_plan,
             )
         set_redirection(self, bind_like(self, ManualOptimizationRedirection)(self._communication))
 
@@ -337,13 +336,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         folder = self._emergency_checkpoint
         if folder is False or ours.watch is None or not is_exact:
             return
-        from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver
+        from lightning_ddp.elastic.emergency import EmergencyObserver, save_on_failure
 
         ledger = self._observer.ledger
         if ledger is None or (not self._observer.repeats_steps and ledger.trainer is not trainer):
             self._observer = EmergencyObserver(trainer, self._communication, self._context)
             ledger = self._observer.ledger
-        EmergencyCheckpoint(ledger, None if folder is True else str(folder), ours)
+        save_on_failure(ledger, None if folder is True else str(folder), ours)
 
     def _new_recovery(self, trainer: Trainer, settings: RecoverySettings) -> Recovery:
         from lightning_ddp.elastic.recovery import Recovery
@@ -420,7 +419,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             divide_by_initial_world_size=self._divide_by_initial_world_size,
         )
         set_training_results(trainer, bind_like(trainer, LockstepResults)(self._lockstep))
-        forget_loaders(trainer)  # already made if a schedule needed the number of steps
+        forget_loaders(trainer.fit_loop)  # already made if a schedule needed the number of steps
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -451,17 +450,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
     def _is_training(self) -> bool:
         return self.lightning_module is not None and bool(self.lightning_module.trainer.training)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Keep the batch, if the run recovers from lost ranks, so that its step can be repeated."""
-        self._observer.begin_batch(batch)
-        super().on_train_batch_start(batch, batch_idx)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` in the wrapper's forward."""
         lockstep = self._lockstep
         with nullcontext() if lockstep is None else lockstep.step(self.lightning_module):
             output = super().training_step(*args, **kwargs)
-        self._observer.end_forward(output)
+        self._observer.end_forward(args[0], output)
         return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -653,7 +647,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         if self._lockstep is not None and self._lockstep.is_partial:
             self._lockstep.reduce(group, tensors, reduce_op)
         else:
-            own = self._observer.keep(tensors)
+            own = [tensor.clone() for tensor in tensors] if self._observer.repeats_steps else []
 
             def reduce() -> list[torch.Tensor]:
                 super(CustomDDPStrategy, self)._reduce(group, tensors, reduce_op)

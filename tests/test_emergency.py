@@ -22,7 +22,7 @@ from user_script import FAULT_STEP, STEPS, order, read_notes, wait_for_notes
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.communication import Communication
-from lightning_ddp.elastic.emergency import EmergencyCheckpoint, EmergencyObserver
+from lightning_ddp.elastic.emergency import EmergencyObserver, save_on_failure
 from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 
@@ -110,7 +110,6 @@ class Told(SingleDeviceStrategy):
     """Tells of its steps as ours does."""
 
     observer: EmergencyObserver
-    checkpoint: EmergencyCheckpoint
     control: Any
     saved: str | None = None
 
@@ -126,7 +125,7 @@ class Told(SingleDeviceStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self.control.is_over = True
-        self.saved = self.checkpoint.save()
+        self.saved = self.control.save_last()
 
 
 class Samples(Dataset[Any]):
@@ -242,7 +241,7 @@ def fit(
         control.alarm.arm()  # as in a run
         context: Any = SimpleNamespace(control=control)
         strategy.observer = EmergencyObserver(trainer, Communication(), context)
-        strategy.checkpoint = EmergencyCheckpoint(strategy.observer.ledger, folder, control)
+        save_on_failure(strategy.observer.ledger, folder, control)
     trainer.fit(model, DataLoader(Samples(model)), DataLoader(torch.ones(2, 4)), ckpt_path=checkpoint)
     return trainer
 

@@ -721,7 +721,7 @@ def test_a_node_that_is_back_may_join_unasked_where_ranks_are_replaced_and_nobod
 
 
 def report_of(state: RankState, *, is_due: bool = False) -> Report | None:
-    return state.news(lambda: Where(count=state.position), is_due=is_due)
+    return state.news(lambda: Where(count=state.position % 2**32), is_due=is_due)
 
 
 def test_all_members_have_one_order_of_a_number_that_grows() -> None:
@@ -791,7 +791,7 @@ def test_a_report_is_news_only_where_a_fact_has_changed() -> None:
     state.hear(Order(7, Task.HOLD))
     held = report_of(state)
     assert held is not None
-    assert (held.number, held.heard, held.position) == (3, 7, 1)
+    assert (held.number, held.heard, held.position) == (3, 7, state.position)
     assert report_of(state) is None
     changes = [lambda: state.ask(STOP), state.end_run, lambda: state.fail("no"), state.leave]
     for change in changes:
@@ -800,6 +800,22 @@ def test_a_report_is_news_only_where_a_fact_has_changed() -> None:
         assert report_of(state) is None
         change()  # is what it is already
         assert report_of(state) is None
+
+
+def test_boundaries_of_a_run_have_the_same_numbers_however_many_the_ranks_passed_before() -> None:
+    positions = []
+    for num_batches in (2, 6):
+        state = RankState(0, is_new=False)
+        state.begin_run("predict")
+        passed = [state.look() for _ in range(num_batches)]
+        assert passed == [Passage.GO] * num_batches
+        before = state.position
+        state.end_run()
+        state.begin_run("fit")
+        assert state.position > before
+        state.place_boundary(3, may_meet=True)
+        positions.append(state.position)
+    assert positions[0] == positions[1]
 
 
 def test_a_rank_that_has_left_a_run_alone_is_in_the_next_one_as_any_other() -> None:

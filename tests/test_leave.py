@@ -100,6 +100,16 @@ def test_two_leave_one_after_the_other_and_a_third_is_killed_while_all_gather(tm
     assert [cause == "None" for cause in causes] == [True, False, True]
 
 
+@pytest.mark.slow
+def test_a_rank_leaves_the_second_fit_of_a_trainer(tmp_path) -> None:
+    order = {"devices": 3, "trainer": {"max_epochs": 1}, "more_epochs": 1}
+    ledger = leave(tmp_path, leaves(2, "forward", 10), **order)
+    assert ledger.ended == [0, 1]
+    assert ledger.of("excepts") == []
+    assert [entry["place"] for entry in ledger.of("is torn down")] == [2]
+    assert {(tuple(entry["sizes"]), entry["cause"]) for entry in ledger.changes} == {((3, 2), "None")}
+
+
 def test_all_stop_where_too_few_would_stay(tmp_path) -> None:
     """As SIGTERM stops a run."""
     options = {"name": "shrink", "min_world_size": 3}

@@ -80,9 +80,11 @@ NAMES = {
     "pytorch_lightning.callbacks.ModelCheckpoint": "_last_global_step_saved",
     "pytorch_lightning.loggers.CSVLogger": "_experiment _version",
     "pytorch_lightning.loggers.csv_logs.ExperimentWriter": "_check_log_dir_exists _fs",
-    "pytorch_lightning.loops.evaluation_loop._EvaluationLoop": "_combined_loader _max_batches",
+    "pytorch_lightning.loops.evaluation_loop._EvaluationLoop": """
+        _combined_loader _last_val_dl_reload_epoch _max_batches""",
     "pytorch_lightning.loops.fit_loop._FitLoop": """
-        _combined_loader _data_fetcher _loaded_from_state_dict _restarting _resuming_from_checkpoint""",
+        _combined_loader _data_fetcher _last_train_dl_reload_epoch _loaded_from_state_dict _restarting
+        _resuming_from_checkpoint""",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop": """
         _batches_that_stepped ?_broadcast_sigterm_tensor _num_ready_batches_reached _results
         _should_check_val_fx""",

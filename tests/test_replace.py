@@ -50,6 +50,30 @@ def test_a_new_process_that_dies_delays_nobody_and_is_replaced(moments, num_gene
 
 
 @pytest.mark.slow
+def test_a_new_process_has_the_results_of_a_part_of_the_setup_that_was_repeated_once(tmp_path) -> None:
+    kill = fault(1, "train dataloader", 0, new=False)
+    ledger = replace(tmp_path, kill, launcher=RUN, hooks=True, told=True)
+    ledger.check_members(3)
+    assert [entry["name"] for entry in ledger.of("makes", 0)].count("train") == 2
+
+
+@pytest.mark.slow
+def test_a_new_process_makes_dataloaders_anew_when_the_others_do(tmp_path) -> None:
+    """Those of the epoch in which it joins, and then with the others."""
+    trainer = {"reload_dataloaders_every_n_epochs": 1}
+    ledger = replace(tmp_path, fault(1, "forward", 10), launcher=RUN, hooks=True, trainer=trainer)
+    ledger.check_members(3)
+    (joined,) = {entry["step"] for entry in ledger.changes if entry["joined"]}
+    begun = next(entry["epoch"] for entry in ledger.commits if entry["step"] >= joined)
+    for name in ("train", "val"):
+        made = [
+            [entry["epoch"] for entry in ledger.of("makes", place) if entry["name"] == name]
+            for place in (0, 1)
+        ]
+        assert made[1][-1] == made[0][-1] >= begun
+
+
+@pytest.mark.slow
 def test_a_process_that_has_joined_repeats_a_validation_without_another(tmp_path) -> None:
     kills = fault(1, "forward", 2), fault(2, "validation", None, generation=2)
     ledger = replace(tmp_path, *kills, launcher=RUN, validates=True)
@@ -260,6 +284,7 @@ def test_a_new_process_has_what_a_hook_shares(name, tmp_path) -> None:
     order = {"strategy": {"ddp_comm_hook": HOOKS[name]}, "optimizer": "SGD"}
     ledger = replace(tmp_path, fault(1, "between buckets", 3), launcher=RUN, **order)
     ledger.check_members(3)
+    assert "from scratch" not in ledger.output
     hooks = defaultdict(set)
     for entry in ledger.of("tries"):
         hooks[entry["generation"], entry["step"]].add(entry["hook"])

@@ -81,6 +81,7 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"trainer": {"accumulate_grad_batches": 2}},
         {"window": 2},
     ),
+    "a parameter group that the step has added": ({"adds_group": 2}, {}),
 }
 
 
@@ -324,6 +325,16 @@ def test_a_rank_that_is_a_step_behind_copies_the_state(tmp_path) -> None:
     ledger = train(tmp_path, faults=[fault(3, "optimizer", 3, after=0)], **order)
     ledger.check([0, 1, 2])
     ledger.check_behind()
+
+
+@pytest.mark.slow
+def test_a_validation_at_whose_end_a_rank_is_late_is_repeated_by_all(tmp_path) -> None:
+    """Rank 1 is late where rank 2 dies; rank 0 would go on to the next step."""
+    order = {"validates": True, "late_in_validation": 4, "trainer": {"val_check_interval": 4}}
+    ledger = train(tmp_path, devices=3, faults=[fault(2, "validation end", 4)], **order)
+    ledger.check([0, 1])
+    for entries in ledger.by_step().values():
+        require_same(entries, ["val"])
 
 
 @pytest.mark.slow

@@ -22,8 +22,7 @@ class Mark:
     def restore(self) -> None:
         self.num_restored += 1
 
-    def restore_weights(self) -> None:
-        """Of a part without steps."""
+    restore_weights = restore
 
 
 @pytest.fixture
@@ -117,6 +116,17 @@ def test_who_copies_a_step_finishes_its_batch_without_the_others(ledger) -> None
     assert (ledger.cursor, ledger.step, ledger.is_alone) == (Cursor.COMMITTED, 1, True)
     ledger.end_phase()
     assert (ledger.cursor, ledger.is_alone) == (Cursor.PHASE, False)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_part_without_steps_is_undone_unless_others_have_gone_on_from_its_end(ledger, is_over) -> None:
+    go_to(ledger, Cursor.PHASE)
+    ledger.begin_phase()
+    ledger.settle(generation(1, phase=ledger.phase + is_over))
+    ledger.resume()
+    assert (ledger.is_alone, ledger.phase_mark.num_restored) == (is_over, 0 if is_over else 2)
+    ledger.end_phase()
+    assert not ledger.is_alone
 
 
 def test_the_steps_of_a_round_are_committed_together(ledger, communication) -> None:

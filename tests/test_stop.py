@@ -104,6 +104,8 @@ def test_sigterm_to_a_rank_that_is_a_function_ends_the_script_as_it_does_elsewhe
 
 
 FITS_TWICE = f"""{TRAINS}
+from pytorch_lightning.demos.boring_classes import RandomDataset
+
 class Stopped(BoringModel):
     def training_step(self, batch, batch_idx):
         if (self.trainer.global_step, self.global_rank) == (1, 1):
@@ -117,6 +119,9 @@ def pass_on(number, frame):
     note(number, frame)
     ours(number, frame)
 
+num_samples = 1 + 4 * int(os.environ.get("LOCAL_RANK", 0))
+uneven = torch.utils.data.DataLoader(RandomDataset(32, num_samples))
+trainer(use_distributed_sampler=False).predict(BoringModel(), uneven, return_predictions=False)
 trainer(max_steps=1).fit(BoringModel())
 ours = signal.getsignal(signal.SIGTERM)
 signal.signal(signal.SIGTERM, {{"default": signal.SIG_DFL, "own": note, "passes on": pass_on}}[sys.argv[1]])
@@ -129,6 +134,7 @@ trainer(max_steps=2000).fit(Stopped())
     [("default", 0), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("own", "passes on"))],
 )
 def test_sigterm_stops_a_second_fit_whichever_handler_the_script_has_set_before_it(handler, times) -> None:
+    """And however many batches each rank has predicted before it."""
     result = run_script(FITS_TWICE, [handler], timeout_s=TIMEOUT_S)
     assert result.returncode == PREEMPTED, result.stderr
     assert result.stdout.count("heard\n") == times

@@ -5,7 +5,7 @@ That is the interface by which the strategy tells of the steps of a fit, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,11 +66,8 @@ class StepObserver:
         if self.ledger is not None:
             self.ledger.begin_fit()
 
-    def begin_batch(self, batch: Any) -> None:
-        """Receive the batch about to be trained on; does nothing here, subclasses may keep it."""
-
-    def end_forward(self, output: Any) -> None:
-        """Receive the output of `training_step`; does nothing here, subclasses may keep it."""
+    def end_forward(self, batch: Any, output: Any) -> None:
+        """Receive a batch and the output of `training_step`; does nothing here, subclasses may keep them."""
 
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Record a start of backward; return the loss, which a subclass may multiply by a rank's weight."""
@@ -95,10 +92,6 @@ class StepObserver:
         """Run `phase`, such as a validation; return True, or False in a subclass that undid steps."""
         phase()
         return True
-
-    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of tensors that a collective overwrites if they may be needed after it; here none."""
-        return []
 
     def together(self, call: Callable[[], T], alone: Callable[[], T]) -> T:
         """Run the collective `call` and return its result; a subclass may return `alone()` after a loss."""

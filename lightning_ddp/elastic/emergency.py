@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,77 +55,74 @@ class EmergencyObserver(StepObserver):
             ours.interrupt.check()
 
 
-class EmergencyCheckpoint:
-    """Writer of a checkpoint of the last committed step, for one fit, when a failure ends the fit.
+def save_on_failure(ledger: StepLedger, folder: str | None, ours: FailureHandler) -> None:
+    """Make the supervision `ours` save the last committed step of the present fit if a failure ends it.
 
-    Args:
-        folder: folder to save to; None for `emergency/` beside that of its checkpoints, if it makes any.
-        ours: supervision of this process, which calls `save`.
+    `folder` is the one to save to; None for `emergency/` beside that of the Trainer's checkpoints, if it
+    makes any.
     """
+    ours.save_last = partial(_save, ledger, folder, ours, ledger.step)
 
-    def __init__(self, ledger: StepLedger, folder: str | None, ours: FailureHandler) -> None:
-        self._ledger, self._folder, self._ours = ledger, folder, ours
-        self._trainer = ledger.trainer
-        self._first_step = ledger.step
-        ours.save_last = self.save
 
-    def save(self) -> str | None:
-        """Write the checkpoint if this fit has committed a step; return its path, or None. No collectives."""
-        folder = self._folder or self._default_folder()
-        if not is_fitting(self._trainer) or self._ledger.step == self._first_step or not folder:
-            return None
-        reason = self._settle()
-        if reason is None:
-            try:
-                path = self._write(folder)
-                print(f"lightning_ddp: emergency checkpoint: {path}", file=sys.stderr, flush=True)
-                return path
-            except Exception as error:  # noqa: BLE001 (hooks of the user's, a full disk ...)
-                reason = f"{type(error).__name__}: {error}"
-        print(f"lightning_ddp: no emergency checkpoint: {reason}", file=sys.stderr, flush=True)
+def _save(ledger: StepLedger, folder: str | None, ours: FailureHandler, first_step: int) -> str | None:
+    """Write the checkpoint if the fit has committed a step; return its path, or None. No collectives."""
+    folder = folder or _default_folder(ledger.trainer)
+    if not is_fitting(ledger.trainer) or ledger.step == first_step or not folder:
         return None
-
-    def _default_folder(self) -> str | None:
-        """Return the path `emergency/` beside the Trainer's checkpoint folder; None if it saves none."""
-        callbacks = sorted(self._trainer.checkpoint_callbacks, key=lambda each: saved_last(each) is None)
-        if not callbacks or getattr(self._trainer, "fast_dev_run", False):
-            return None
-        beside = getattr(callbacks[0], "dirpath", None) or f"{self._trainer.default_root_dir}/checkpoints"
-        parent, _, _ = str(beside).rstrip("/").rpartition("/")
-        return f"{parent}/emergency"
-
-    def _settle(self) -> str | None:
-        """Roll the Trainer back to the last committed step; return the reason if impossible, else None."""
-        ledger = self._ledger
-        is_torn = self._ours.alarm.is_forced and ledger.cursor is Cursor.COMMITTED  # perhaps in a scheduler
-        if ledger.cursor is Cursor.COPYING:
-            return "the state was being copied from another rank"
-        if not ledger.is_whole and not ledger.is_automatic:
-            return "manual optimization was interrupted between the optimizer steps of a batch"
-        if not ledger.is_whole or is_torn:
-            return "an optimizer step or an average of parameters was interrupted"
-        if not self._trainer.training and models_of_callbacks(self._trainer):
-            return "validation was interrupted, and a callback may have exchanged weights"
-        ledger.undo()
-        settle_counters(self._trainer, is_committed=not ledger.must_redo, num_stepped=ledger.num_stepped)
-        return None
-
-    def _write(self, folder: str) -> str:
-        trainer: Any = self._trainer
-        loaders = self._ledger.loaders if self._ledger.must_redo else None  # else the present ones are right
-        checkpoint = dump_checkpoint(trainer, loaders)
-        path = _unused(f"{folder.rstrip('/')}/emergency-step={trainer.global_step}", ".ckpt")
-        self._ledger.communication.add_shared(checkpoint, path, trainer.world_size)
-        files = trainer.strategy.checkpoint_io
-        files = getattr(files, "checkpoint_io", None) or files  # that of an asynchronous one
-        if "://" in folder:
-            files.save_checkpoint(checkpoint, path)
+    reason = _settle(ledger, is_forced=ours.alarm.is_forced)
+    if reason is None:
+        try:
+            path = _write(ledger, folder)
+            print(f"lightning_ddp: emergency checkpoint: {path}", file=sys.stderr, flush=True)
             return path
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        part = f"{path}.{os.getpid()}.part"
-        files.save_checkpoint(checkpoint, part)
-        Path(part).replace(path)
-        return str(Path(path).resolve())
+        except Exception as error:  # noqa: BLE001 (hooks of the user's, a full disk ...)
+            reason = f"{type(error).__name__}: {error}"
+    print(f"lightning_ddp: no emergency checkpoint: {reason}", file=sys.stderr, flush=True)
+    return None
+
+
+def _default_folder(trainer: Trainer) -> str | None:
+    """Return the path `emergency/` beside the Trainer's checkpoint folder; None if it saves none."""
+    callbacks = sorted(trainer.checkpoint_callbacks, key=lambda each: saved_last(each) is None)
+    if not callbacks or getattr(trainer, "fast_dev_run", False):
+        return None
+    beside = getattr(callbacks[0], "dirpath", None) or f"{trainer.default_root_dir}/checkpoints"
+    parent, _, _ = str(beside).rstrip("/").rpartition("/")
+    return f"{parent}/emergency"
+
+
+def _settle(ledger: StepLedger, *, is_forced: bool) -> str | None:
+    """Roll the Trainer back to the last committed step; return the reason if impossible, else None."""
+    if ledger.cursor is Cursor.COPYING:
+        return "the state was being copied from another rank"
+    if not ledger.is_whole and not ledger.is_automatic:
+        return "manual optimization was interrupted between the optimizer steps of a batch"
+    is_torn = is_forced and ledger.cursor is Cursor.COMMITTED  # perhaps in a scheduler
+    if not ledger.is_whole or is_torn:
+        return "an optimizer step or an average of parameters was interrupted"
+    if not ledger.trainer.training and models_of_callbacks(ledger.trainer):
+        return "validation was interrupted, and a callback may have exchanged weights"
+    ledger.undo()
+    settle_counters(ledger.trainer, is_committed=not ledger.must_redo, num_stepped=ledger.num_stepped)
+    return None
+
+
+def _write(ledger: StepLedger, folder: str) -> str:
+    trainer: Any = ledger.trainer
+    loaders = ledger.loaders if ledger.must_redo else None  # else the present ones are right
+    checkpoint = dump_checkpoint(trainer, loaders)
+    path = _unused(f"{folder.rstrip('/')}/emergency-step={trainer.global_step}", ".ckpt")
+    ledger.communication.add_shared(checkpoint, path, trainer.world_size)
+    files = trainer.strategy.checkpoint_io
+    files = getattr(files, "checkpoint_io", None) or files  # that of an asynchronous one
+    if "://" in folder:
+        files.save_checkpoint(checkpoint, path)
+        return path
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    part = f"{path}.{os.getpid()}.part"
+    files.save_checkpoint(checkpoint, part)
+    Path(part).replace(path)
+    return str(Path(path).resolve())
 
 
 def _unused(stem: str, ending: str) -> str:

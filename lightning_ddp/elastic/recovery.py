@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from lightning_ddp._lightning import (
     enter_epoch,
     fetch_anew,
     finish_batch,
+    forget_loaders,
     limit_epoch,
     limit_validation,
     loaders_of,
@@ -88,7 +88,8 @@ class Recovery(StepObserver):
         """Slots of the generation that was told of last, by rank."""
         self._num_recoveries = 0  # of generations after a failure; not of those that others joined or left
         self._is_meeting = False  # True if this rank stands at the boundary where all meet
-        self._journal, self._is_joining = journal, context.is_joining
+        self._journal = journal or Journal(context)  # else empty, as nobody joins
+        self._is_joining = context.is_joining
         self._handover: Handover | None = None  # state that members make for processes that join
         self._joined: NewGeneration | None = None  # generation that it has joined, until its first step
         share_versions(trainer)
@@ -99,10 +100,6 @@ class Recovery(StepObserver):
         before_updates(trainer, self._begin_update)
         for loader in loaders_of(trainer.fit_loop):  # made already, to count the steps of a schedule
             self.dealer.adopt(loader)
-        self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
-        self._calls.may_leave = True
-        if not self._is_joining:  # what is repeated goes on without a rank that is lost before all are here
-            self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
     @property
     def _ours(self) -> FailureHandler:
@@ -117,14 +114,15 @@ class Recovery(StepObserver):
     # ------------------------------------------------------------------ told by the strategy
 
     def begin_fit(self) -> None:
+        """Allow ranks to be lost and to leave from now on. Collective, except in a process that joins."""
         super().begin_fit()
-        self._calls.begin_fit()
+        self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
+        self._calls.may_leave = True
+        if not self._is_joining:  # what is repeated goes on without a rank that is lost before all are here
+            self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
-    def begin_batch(self, batch: Any) -> None:
-        self.ledger.batch = batch
-
-    def end_forward(self, output: Any) -> None:
-        self.ledger.note_output(output)
+    def end_forward(self, batch: Any, output: Any) -> None:
+        self.ledger.note_output(batch, output)
 
     def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
         loss = super().begin_backward(loss)
@@ -137,9 +135,6 @@ class Recovery(StepObserver):
 
     def agree(self) -> None:
         self.ledger.agree()
-
-    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.clone() for tensor in tensors]
 
     def _begin_update(self) -> None:
         self._settle()
@@ -172,24 +167,23 @@ class Recovery(StepObserver):
 
     def check_sanity(self, check: Callable[[], None]) -> None:
         """Set up validation loaders and run the sanity check; a joining process joins the run instead."""
-
-        def set_up() -> None:  # in all processes at the same point of the set-up
-            if self._trainer.enable_validation:
-                self._trainer.validating = True
-                self._loop.val_loop.setup_data()
-                self._trainer.training = True
-
-        self.repeat(set_up)
+        self.repeat(self._set_up_validation)  # in all processes at the same point of the set-up
         if self._is_joining:
             self._join()
             return
-        with self._journal.closed() if self._journal is not None else nullcontext():
-            self.repeat(check)
+        num_results = len(self._journal.results)
+        self.repeat(check)
+        del self._journal.results[num_results:]  # who joins does not run it
+
+    def _set_up_validation(self) -> None:
+        if self._trainer.enable_validation:
+            self._trainer.validating = True
+            self._loop.val_loop.setup_data()
+            self._trainer.training = True
 
     def start_epoch(self, start: Callable[[], None]) -> None:
         """Begin a training epoch, again if ranks are lost; a joined process enters the running one."""
-        if self._journal is not None:
-            self._journal.end()
+        self._journal.end()
         if self._joined is not None:  # of an epoch that has begun for the others
             start()
             enter_epoch(self._trainer)
@@ -265,7 +259,7 @@ class Recovery(StepObserver):
         """Average the parameters over all ranks; return False if a loss of ranks undid steps. Collective."""
 
         def agree() -> None:
-            if not self.ledger.is_alone and self._communication.agree():
+            if self._communication.agree():
                 self.ledger.agree()
 
         return self.repeat(agree)
@@ -279,17 +273,23 @@ class Recovery(StepObserver):
     def repeat(self, phase: Callable[[], None], *, is_new_epoch: bool = False) -> bool:
         """Run `phase` (no optimizer steps), again if ranks are lost; return False if that undid steps.
 
-        It is repeated from its beginning; `is_new_epoch` if the loop still counts the batches of another one.
+        It is repeated from its beginning, by all ranks or, once all have come to its end, by none.
+        `is_new_epoch` if the loop still counts the batches of another epoch.
         """
         if self.ledger.phase_mark is not None or self._is_joining:  # who joins meets nobody yet
             phase()
             return True
         self.ledger.begin_phase()
+        num_results = len(self._journal.results)
 
         def attempt() -> None:
+            if self.ledger.is_alone:  # all have come to its end, and others have gone on
+                return
+            del self._journal.results[num_results:]  # of an attempt that was interrupted
             self._calls.defer(False)
             self._ours.interrupt.check()
             phase()
+            barrier(self._group(), self._device, "end of a part of the loops")
             self._settle()
             self._calls.defer(True)
 
@@ -384,8 +384,7 @@ class Recovery(StepObserver):
         if num_batches is None:
             num_batches = self._loop.batch_progress.current.ready
         self._deal(num_batches)
-        if self._journal is not None:
-            self._journal.publish()  # rank 0 may have been lost before it has
+        self._journal.publish()  # rank 0 may have been lost before it has
         self._tell(new)
         if self.ledger.cursor is Cursor.COMMITTED:
             self._calls.defer(True)
@@ -400,7 +399,7 @@ class Recovery(StepObserver):
         received = broadcast_nested(self._group(), sent, source, self._device, label="state to join with")
         if self._calls.state.place in new.joined:
             self._handover = received
-            received.restore(self._trainer, self._communication)
+            received.restore(self._trainer)
 
     # ------------------------------------------------------------------ a process that joins
 
@@ -422,6 +421,16 @@ class Recovery(StepObserver):
             return new
 
         self._joined = self._enter_next(wait)
+        assert self._handover is not None
+        trainer: Any = self._trainer
+        if trainer.reload_dataloaders_every_n_epochs:  # the others may have other ones in this epoch
+            self.ledger.finish_alone()
+            for loop in (trainer.fit_loop, self._loop.val_loop):
+                forget_loaders(loop)
+            self._set_up_validation()
+            trainer.fit_loop.setup_data()
+            self.ledger.last_phase = self.ledger.phase
+        self._handover.restore_reload_epochs(trainer)
 
     def _enter_late(self, new: NewGeneration) -> None:
         """Restore loop counters and data position, and seed, before a joined process's first step."""

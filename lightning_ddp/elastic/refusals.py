@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ddp._lightning import is_fitting, loaders_of
 from lightning_ddp.comm.nccl import is_nccl, recovery_problem
+from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.launch.rendezvous import backend_names
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
-
-if TYPE_CHECKING:  # a run without an averager does not import them
-    from lightning_ddp.averaging import AveragerPlan
 
 
 def _refuse(what: str, why: str, instead: str) -> None:
@@ -24,14 +22,14 @@ def _refuse(what: str, why: str, instead: str) -> None:
 
 def check_arguments(
     settings: RecoverySettings,
+    communication: Communication,
+    hook_state: object | None,
     *,
     start_method: str,
     uneven_inputs: str | None,
-    hook: str | None,
-    hook_has_state: bool,
-    averager: AveragerPlan | None,
 ) -> None:
     """Raise ConfigurationError if with these strategy arguments a fit cannot continue without a lost rank."""
+    averager = communication.averager_plan
     is_global, is_local = settings.batch == "global", averager is not None
     if isinstance(settings, ReplaceSettings) and start_method != "popen":
         _refuse(
@@ -47,9 +45,9 @@ def check_arguments(
             "ranks that take local steps, or share one batch, do not run out of batches together",
             "uneven_inputs=None",
         )
-    if hook == "noop":
+    if communication.kind == "noop":
         _refuse("the hook 'noop'", "each rank trains a model of its own", "another hook")
-    if hook_has_state:
+    if communication.kind == "function" and hook_state is not None:
         _refuse("ddp_comm_state", "its changes within a step cannot be undone", "a hook by its name")
     if averager is not None and getattr(averager.options, "intra_node_gradients", False):
         why = "nodes may have different numbers of ranks after a loss"

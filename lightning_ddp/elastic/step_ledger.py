@@ -162,11 +162,12 @@ class StepLedger:
 
     # ------------------------------------------------------------------ told by the strategy
 
-    def note_output(self, output: Any) -> None:
-        """Keep the output of `training_step` for the batch, without the graph of its loss."""
+    def note_output(self, batch: Any, output: Any) -> None:
+        """Keep the batch, and the output of `training_step` for it, without the graph of its loss."""
         if isinstance(output, Mapping):
             loss = output.get("loss")
             output = {**output, "loss": loss.detach()} if isinstance(loss, torch.Tensor) else output
+        self.batch = batch
         self.output = output.detach() if isinstance(output, torch.Tensor) else output
 
     def begin_backward(self) -> None:
@@ -234,9 +235,9 @@ class StepLedger:
 
     def settle(self, generation: NewGeneration) -> None:
         """Roll back to the step from which all ranks continue, unless this rank has to copy a newer state."""
-        if self.phase_mark is not None:
-            self.phase_mark.restore_weights()  # others may copy them
         self.last_phase = generation.phase
+        if self.phase_mark is not None and not self.is_alone:
+            self.phase_mark.restore_weights()  # others may copy them
         if self.step >= generation.step:
             self.undo()
 
@@ -253,7 +254,7 @@ class StepLedger:
         """Restore random and other states that the recovery has changed, just before training continues."""
         if self.must_redo and self.mark is not None:
             self.mark.random.restore()
-        elif self.phase_mark is not None:
+        elif self.phase_mark is not None and not self.is_alone:
             self.phase_mark.restore()
 
 
@@ -310,6 +311,7 @@ class Mark:
     ) -> None:
         self.phase, self.has_weights = phase, has_weights
         self._batches = PhaseMark(trainer) if is_round else None
+        self._num_groups = [(each, len(each.param_groups)) for each in trainer.optimizers]
         optimizers = trainer.optimizers if has_weights else ()
         parameters = trainer.lightning_module.parameters() if has_weights else ()
         self._optimizers = [(optimizer, copy.deepcopy(optimizer.state_dict())) for optimizer in optimizers]
@@ -332,6 +334,8 @@ class Mark:
         if self._batches is not None:
             self._batches.restore_weights()
             self._batches.restore()
+        for optimizer, number in self._num_groups:
+            del optimizer.param_groups[number:]  # what is repeated adds them again
         for optimizer, state in self._optimizers:
             optimizer.load_state_dict(copy.deepcopy(state))
         for parameter, value in self._parameters:
@@ -377,6 +381,7 @@ class PhaseMark:
             (config.scheduler, copy.deepcopy(config.scheduler.state_dict()))
             for config in trainer.lr_scheduler_configs
         ]
+        self._num_groups = [(each, len(each.param_groups)) for each in trainer.optimizers]
         self._rates = [
             (group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups
         ]
@@ -403,6 +408,8 @@ class PhaseMark:
         set_batches_that_stepped(self._trainer, self._num_stepped)
         for scheduler, state in self._schedulers:
             scheduler.load_state_dict(copy.deepcopy(state))
+        for optimizer, number in self._num_groups:
+            del optimizer.param_groups[number:]
         for group, rate in self._rates:
             group["lr"] = rate
         for callback, state, saved in self._callbacks:

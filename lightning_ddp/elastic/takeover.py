@@ -8,8 +8,7 @@ import pickle
 import random
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,10 @@ from lightning_ddp._lightning import (
     saved_last,
     set_logger_version,
     set_saved_last,
+    set_train_reload_epoch,
+    set_val_reload_epoch,
+    train_reload_epoch,
+    val_reload_epoch,
 )
 from lightning_ddp.communication import Communication
 from lightning_ddp.elastic.redeal import Dealer
@@ -47,40 +50,32 @@ class Journal:
         self._context = context
         self._is_reader = context.is_joining
         self._secret = (context.rendezvous.token or "").encode()
-        self._is_open, self._has_ended = True, False
-        self._results: list[tuple[str, Any]] | None = None if self._is_reader else []
+        self._has_ended = False  # True once all processes run their collectives together
+        self._has_read = False
+        self.results: list[tuple[str, Any]] = []
         """Kind and result of each collective; of a reader those that are still to come, once it has them."""
-
-    @contextmanager
-    def closed(self) -> Generator[None, None, None]:
-        """Suspend recording of collectives in this context: a process that joins does not run them."""
-        self._is_open = False
-        try:
-            yield
-        finally:
-            self._is_open = True
 
     def end(self) -> None:
         """Stop recording and publish the results; collectives from here on run in all processes."""
-        self._is_open, self._has_ended = False, True
+        self._has_ended = True
         self.publish()
 
     @property
     def is_read(self) -> bool:
         """True if this joining process takes results of collectives from rank 0's published record."""
-        return self._is_reader and self._is_open
+        return self._is_reader and not self._has_ended
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
         """Return a collective's result: of `call()`, or from rank 0's record, which must have `kind` next."""
-        if not self._is_open:
+        if self._has_ended:
             return call()
-        if self._results is None:
-            self._results = self._read()
         if not self._is_reader:
-            self._results.append((kind, call()))
-            return self._results[-1][1]
+            self.results.append((kind, call()))
+            return self.results[-1][1]
+        if not self._has_read:
+            self.results, self._has_read = self._read(), True
         nothing = ("nothing more before its first epoch", None)
-        expected, value = self._results.pop(0) if self._results else nothing
+        expected, value = self.results.pop(0) if self.results else nothing
         if expected != kind:
             raise ConfigurationError(
                 f"on_failure='replace': in a replacement process the script's set-up calls {kind}, where"
@@ -92,9 +87,10 @@ class Journal:
     def publish(self) -> None:
         """Store the results of collectives before the first epoch, if this is rank 0 and that has begun."""
         calls = self._context.control.calls
-        if self._is_reader or not self._has_ended or calls is None or calls.state.rank != 0:
+        is_due = self._has_ended and self.results and not self._is_reader
+        if not is_due or calls is None or calls.state.rank != 0:
             return
-        data = pickle.dumps(self._results)
+        data = pickle.dumps(self.results)
         for start in range(0, len(data), _CHUNK_BYTES):
             self._context.store.set(f"{_KEY}/{start}", data[start : start + _CHUNK_BYTES])
         self._context.store.set(_KEY, f"{len(data)} {self._sign(data)}")
@@ -125,8 +121,8 @@ class Handover:
     it had been interrupted, and would skip or repeat a batch. So their counters are set.
     """
 
-    checkpoint: dict[str, Any]
-    shared: dict[str, Any] | None  # state of hook and averager
+    checkpoint: dict[str, Any]  # with the shared state of hook and averager
+    reload_epochs: tuple[Any, Any]  # epochs in which the dataloaders of training and validation were made
     dealt: list[Any]  # used part of the data, of each loader
     num_batches: int  # number of used batches of this epoch
     metrics: dict[str, Any]  # metrics that callbacks monitor
@@ -139,9 +135,11 @@ class Handover:
         cls, trainer: Trainer, communication: Communication, dealer: Dealer, *, num_recoveries: int
     ) -> Handover:
         """Return this rank's training state. All ranks of a run call it: checkpoint hooks may communicate."""
+        checkpoint = dump_checkpoint(trainer)
+        communication.add_shared(checkpoint, "", trainer.world_size)
         return cls(
-            checkpoint=dump_checkpoint(trainer),
-            shared=communication.shared_state(trainer.world_size) if communication.has_state else None,
+            checkpoint=checkpoint,
+            reload_epochs=(train_reload_epoch(trainer), val_reload_epoch(trainer)),
             dealt=dealer.state(),
             num_batches=int(trainer.fit_loop.epoch_loop.batch_progress.current.completed),
             metrics=dict(callback_metrics(trainer)),
@@ -150,17 +148,19 @@ class Handover:
             num_recoveries=num_recoveries,
         )
 
-    def restore(self, trainer: Trainer, communication: Communication) -> None:
+    def restore(self, trainer: Trainer) -> None:
         """Load the training state into this process, except the loops' counters. Does not communicate."""
         restore_checkpoint(trainer, dict(self.checkpoint))
-        if self.shared is not None:
-            names = [name for name, _ in trainer.lightning_module.named_parameters()]
-            communication.load(self.shared, None, names)
         callback_metrics(trainer).update(self.metrics)
         for callback, step in zip(trainer.callbacks, self.saved, strict=True):  # type: ignore[attr-defined]
             if step is not None:
                 set_saved_last(callback, step)
         trainer.should_stop = self.should_stop
+
+    def restore_reload_epochs(self, trainer: Trainer) -> None:
+        """Make this process create its dataloaders anew in the same epochs as the others."""
+        set_train_reload_epoch(trainer, self.reload_epochs[0])
+        set_val_reload_epoch(trainer, self.reload_epochs[1])
 
     def restore_loops(self, trainer: Trainer, dealer: Dealer) -> None:
         """Set the loops' counters and the used part of the data to those inside the running epoch."""

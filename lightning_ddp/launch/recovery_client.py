@@ -199,11 +199,6 @@ class RecoveryClient:
                     return new
                 self._changed.wait(_LOOK_EVERY_S)
 
-    def begin_fit(self) -> None:
-        """Restart the count of a fit's step boundaries; all ranks call it after equally many boundaries."""
-        with self._watch.lock:
-            self.state.begin_fit()
-
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
         """Set the number of the fit's next step boundary, and whether ranks may join or leave there."""
         with self._watch.lock:

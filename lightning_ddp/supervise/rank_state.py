@@ -22,6 +22,7 @@ from lightning_ddp.supervise.orders import (
     WishKind,
 )
 
+_RUN_BITS = 64  # of a position; the bits above are the number of the run
 _FACTS = ("phase", "generation", "state_of", "begun", "ended", "run", "progress", "wish", "why")
 """Fields of a report that are attributes of `RankState`."""
 _OUTSIDE = frozenset({RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED})
@@ -53,7 +54,7 @@ class RankState:
         self.order = Order()  # the last order that was heard
         self.members: tuple[int, ...] | None = None  # in the last generation heard of; None for the first one
         self.cause: FailureRecord | None = None  # first failure of the last recovery
-        self.position = 0  # number of boundaries that were passed
+        self.position = 0  # number of the boundary that comes next
         self.may_meet = True  # True if ranks may join or leave at the boundary that comes next
         self.wish: Wish | None = None
         self.stops_for: Wish | None = None  # wish for which all have stopped at a boundary, where they have
@@ -135,7 +136,9 @@ class RankState:
     # ------------------------------------------------------------------ the main thread
 
     def begin_run(self, name: str) -> None:
+        """Begin a run, and number its boundaries above those of the runs before, alike on all ranks."""
         self.begun, self.run = self.begun + 1, name
+        self.position = self._base = self.begun << _RUN_BITS
         if self.phase in _OUTSIDE and self.state_of >= 0:
             self.phase = RankPhase.RUNNING
 
@@ -152,10 +155,6 @@ class RankState:
     def leave(self) -> None:
         """Set the phase to ended: from now on the exit of this process is no failure."""
         self.phase = RankPhase.ENDED
-
-    def begin_fit(self) -> None:
-        """Count the step boundaries of a fit from here; all ranks must have passed equally many before."""
-        self._base = self.position
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
         """Set how many boundaries of the fit come before the next one, and whether ranks may join there.

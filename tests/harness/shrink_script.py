@@ -57,7 +57,7 @@ def die_if(moment: str, step: int) -> None:
     """The fault of this place, if this is its moment."""
     for fault in ORDER.get("faults", []):
         if (fault["place"], fault["moment"]) == (place(), moment) and fault["step"] in (step, None):
-            if fault.get("generation", generation()) != generation():
+            if fault.get("generation", generation()) != generation() or fault.get("new", IS_NEW) != IS_NEW:
                 continue
             if fault.get("how") == "leaves":
                 ask_to_leave(fault.get("signal", "SIGTERM"))
@@ -104,16 +104,20 @@ def is_first(name: str) -> bool:
     return True
 
 
-def wait_for(event: str, place: int | str = "*", step: int | None = None) -> None:
-    """Until a process, or the one of a place, has noted this, in a step."""
+def wait_for(
+    event: str, place: int | str = "*", step: int | None = None, within_s: float | None = None
+) -> None:
+    """Until a process, or the one of a place, has noted this, in a step; `within_s` if it need not."""
 
     def is_there(path: Path) -> bool:
         entries = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         return any(entry["event"] == event and step in (None, entry.get("step")) for entry in entries)
 
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + (within_s or 120)
     while not any(map(is_there, FOLDER.glob(f"ledger-{place}"))):
-        assert time.monotonic() < deadline
+        if time.monotonic() >= deadline:
+            assert within_s is not None
+            return
         time.sleep(0.02)
 
 
@@ -351,6 +355,17 @@ class Model(pl.LightningModule):
         die_if("sanity check" if self.trainer.sanity_checking else "validation", self.global_step)
         self.log("val", self.net(batch[0]).mean(), sync_dist=True)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if ORDER.get("adds_group") == self.global_step:
+            self.trainer.optimizers[0].add_param_group({"params": self.net[5].parameters(), "lr": 0.02})
+
+    def on_validation_end(self) -> None:
+        """Where one place dies while another one is late: place 0 may go on to its next step."""
+        if ORDER.get("late_in_validation") == self.global_step and place() and not generation():
+            wait_for("tries", 0, self.global_step, within_s=2.0)
+            die_if("validation end", self.global_step)
+            wait_for("changes", within_s=60.0)  # which interrupts this
+
     def on_train_epoch_end(self) -> None:
         die_if("epoch end", self.global_step)
         self.log("end of epoch", 1.0, sync_dist=True)
@@ -383,7 +398,8 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         name = ORDER.get("optimizer", "AdamW")
         kind = SharpnessAware if name == "SharpnessAware" else getattr(torch.optim, name)
-        optimizer = kind(self.parameters(), lr=0.01)
+        trained = self.net[:5] if "adds_group" in ORDER else self
+        optimizer = kind(trained.parameters(), lr=0.01)
         if "estimates" in ORDER:
             note(event="estimates", steps=self.trainer.estimated_stepping_batches)
         kind, options = ORDER.get("scheduler", ["ExponentialLR", {"gamma": 0.9}])
@@ -432,6 +448,7 @@ class Ledger(pl.Callback):
             world_size=self.world_size,
             lr=optimizer.param_groups[0]["lr"],
             loss=float(outputs["loss"]),
+            val=float(trainer.callback_metrics.get("val", 0.0)),
             parameters=hash_of(module.parameters()),
             optimizer=hash_of(moments),
             outer=outer_state(trainer),
@@ -653,6 +670,9 @@ def main() -> None:
     if "hooks" in ORDER:
 
         def prepare(name: str, make: Any) -> Any:
+            note(event="makes", name=name, epoch=trainer.current_epoch)
+            if "told" in ORDER:
+                trainer.strategy.broadcast(name)
             die_if(f"{name} dataloader", 0)
             return make()
 
@@ -668,6 +688,10 @@ def main() -> None:
         if "catches" not in ORDER:
             raise
         ORDER["faults"].clear()
+        trainer.fit(model, loader, evaluated)
+    if "more_epochs" in ORDER:
+        assert trainer.fit_loop.max_epochs is not None
+        trainer.fit_loop.max_epochs += ORDER["more_epochs"]
         trainer.fit(model, loader, evaluated)
     saving = trainer.checkpoint_callback
     if ORDER.get("double"):

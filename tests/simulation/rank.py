@@ -533,13 +533,16 @@ class Process:
         """`Recovery.repeat`: a part of the loops that takes no steps."""
 
         def attempt() -> Main:
+            if self._is_alone:  # all have come to its end, and others have gone on
+                return
             self._is_deferred = False
             if self._error is not None:
                 raise self._error
             yield from self._sleep(0.02)
-            if not self._is_alone:
-                yield from self._collective(name, self.world.members_of[self.state.generation])
+            members = self.world.members_of[self.state.generation]
+            yield from self._collective(name, members)
             yield from self._sleep(0.005)  # hooks that come after the last call
+            yield from self._collective((name, "end"), members)
             self._is_deferred = True
 
         while not (yield from self._is_through(attempt)):

@@ -469,10 +469,14 @@ class World:
         for other in self.processes.values():
             if other.is_alive and other.is_training and other.node not in self.isolated and other.is_clean:
                 shared = min(other.committed, process.committed)
-                if other.log[:shared] != process.log[:shared]:
+                if other.log[:shared] != process.log[:shared] and self._is_member(other):
                     raise self.violation(f"{process} and {other} have committed step {shared} differently")
                 if abs(other.committed - process.committed) > 1 and other.state.generation == generation:
                     raise self.violation(f"{process} and {other} are more than a step apart")
+
+    def _is_member(self, process: Process) -> bool:
+        """Whether the server has not given a process up, and with it what it alone has."""
+        return any(member.is_member for member, its in self.of_job.items() if its is process)
 
     # ------------------------------------------------------------------ what happens, and what has to hold
 
