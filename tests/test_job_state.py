@@ -32,7 +32,9 @@ from lightning_ddp.supervise.processes import (
     Accuse,
     Action,
     End,
+    OrderBook,
     Process,
+    ProcessState,
     Say,
     Send,
     StartProcess,
@@ -738,6 +740,36 @@ def test_all_members_have_one_order_of_a_number_that_grows() -> None:
     assert tasks == [Task.RUN, *[Task.RECOVER, Task.ENTER, Task.RUN] * 2]
 
 
+def test_a_process_that_changes_its_class_is_sent_an_order_that_is_newer_than_its_last() -> None:
+    def process(number: int, state: ProcessState) -> Process:
+        who = Identity(rank=number, node_rank=0)
+        return Process(number=number, identity=who, state=state, rank=0, is_launcher=False, heard_at=0.0)
+
+    book, template = OrderBook(GRACE_S, None), Order(task=Task.RUN)
+    first, second = process(1, ProcessState.RELEASED), process(2, ProcessState.STANDING)
+    numbers = [send.order.number for send in book.give(template, [], [first, second], 0.0)]
+    assert numbers == [1, 2]
+    second.state = ProcessState.RELEASED
+    (sent,) = book.give(template, [second], [first, second], 0.0)
+    assert (sent.order.task, sent.order.number) == (Task.LEAVE, 3)
+
+
+def test_a_run_has_ended_everywhere_once_all_have_ended_it_and_the_next_one_has_not() -> None:
+    job = Job(2)
+    for ended, place in enumerate((0, 1)):
+        assert job.state.all_ended == 0, ended
+        job.rank(place).end_run()
+        job.say(job.member(place))
+        job.go()
+    assert job.state.all_ended == 1
+    job.rank(0).begin_run("test")
+    job.rank(0).end_run()
+    job.say(job.member(0))
+    job.go()
+    assert job.state.all_ended == 1
+    assert not job.rank(0).has_ended_everywhere()
+
+
 def test_an_older_report_changes_nothing() -> None:
     job = Job(2)
     process = job.member(1)
@@ -769,8 +801,11 @@ def test_a_generation_is_entered_once_and_by_its_members() -> None:
     fields: dict[str, Any] = {"before": (1, 2, 3), "behind": (), "joined": (), "left": (), "phase": 0}
     new = NewGeneration(2, (1, 3), step=5, source=1, is_retried=True, is_met=False, **fields)
     state = RankState(3, is_new=False)
+    state.begin_run("fit")
     state.hear(Order(1, Task.ENTER, generation=new))
     assert (state.enter_next(), state.rank, state.phase) == (new, 1, RankPhase.ENTERING)
+    state.place_boundary(7, may_meet=True)
+    assert state.position == 7, "as in a new process, which may have begun another number of runs"
     assert state.enter_next() is None
     state.hear(Order(2, Task.ENTER, generation=replace(new, number=3, members=(0, 1))))
     assert (state.enter_next(), state.generation, state.goes_on_without(3)) == (None, 2, True)
