@@ -383,9 +383,9 @@ def test_learning_rates_that_differ_are_found_and_cannot_be_healed(tmp_path: Pat
 
 
 def test_a_rank_that_has_parted_takes_over_the_state_of_the_majority_each_time(tmp_path: Path) -> None:
-    flips = [[1, 9, "backbone.0.weight", 17, 31], [2, 130, "exp_avg_sq of head.bias", 1, 26]]
+    flips = [[1, 9, "backbone.0.weight", 17, 31], [2, 260, "exp_avg_sq of head.bias", 1, 26]]
     strategy = {"replica_check": "heal", "on_failure": "shrink"}
-    result, notes = train(tmp_path, steps=200, step_s=0.01, flips=flips, strategy=strategy)
+    result, notes = train(tmp_path, steps=460, step_s=0.01, flips=flips, strategy=strategy)
     assert result.returncode == 0, result.stderr
     rows = list(zip(*notes, strict=True))
     assert len(rows) == len(flips) + 1
