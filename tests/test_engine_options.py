@@ -298,7 +298,7 @@ torch.utils._pytree.register_pytree_node(
 
 
 def test_the_search_finds_tensors_in_any_container() -> None:
-    loss = torch.ones(())
+    loss = torch.ones((), requires_grad=True)
     registered = Registered(torch.zeros(()), Pair("x", loss))
     nested = [Outputs(torch.zeros(()), {"k": (registered, None)})]
     assert any(found is loss for found in find_tensors(nested))

@@ -154,6 +154,7 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "Fal
         ({"RANK": "1", "WORLD_SIZE": "2"}, False),  # a pod
         ({"SLURM_PROCID": "1"}, False),
         ({"SKYPILOT_NODE_RANK": "1"}, False),
+        ({"GROUP_RANK": "1"}, False),
         ({"PET_NODE_RANK": "1"}, False),
     ],
 )

@@ -55,7 +55,6 @@ def told_by_ranks(tmp_path: Path, *args: str, fresh: bool = False) -> list[dict[
     return [eval(line[7:]) for line in lines]  # what the script above has printed
 
 
-@pytest.mark.slow
 def test_a_child_imports_with_a_rare_collector_and_runs_as_its_parent_does(tmp_path: Path) -> None:
     parent, child = told_by_ranks(tmp_path, fresh=True)
     assert (parent.pop("start"), child.pop("start")) == (gc.get_threshold(), RARE)

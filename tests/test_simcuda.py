@@ -369,7 +369,8 @@ steady steps). Of a combined scenario without an entry, what the base of it has.
 
 
 TURNS = {
-    f"hook {name}, {('no_views', 'no_sync')[number % 2]}" for number, name in enumerate(available_hooks())
+    f"{name}, {('no_views', 'no_sync')[number % 2]}"
+    for number, name in enumerate(name for name in COMBINABLE if name.startswith("hook "))
 }
 """Each hook with one of the two, in turns: a hook has a bucket whatever is a view of it."""
 

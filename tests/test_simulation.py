@@ -153,7 +153,7 @@ DEFECTS = {
     },
     "forgets ends": {(JobState, "exited"): forgets_ends},
     "knows process ids alone": {(JobState, "exited"): knows_process_ids_alone},
-    "takes sleep for silence": {(JobState, "_restart_limits"): takes_sleep_for_silence},
+    "takes sleep for silence": {(JobState, "restart_limits"): takes_sleep_for_silence},
 }
 """Owner and name of a method -> what is called in its place, with the object and the method itself."""
 

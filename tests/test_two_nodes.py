@@ -106,7 +106,6 @@ def test_a_process_killed_on_either_node_ends_both(nodes, rank) -> None:
         assert all(report.startswith(f"rank {rank} (node {rank // 2}") for report in reports)
 
 
-@pytest.mark.slow
 @SHORT_HEARTBEAT
 def test_a_link_that_is_cut_ends_both_nodes_with_the_right_cause(nodes) -> None:
     ip("-n", NAMESPACES[1], "link", "set", INTERFACES[1], "down")

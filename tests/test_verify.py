@@ -70,6 +70,12 @@ def test_a_sound_engine_passes_every_check(num_ranks, capsys):
     assert found["host waits"][1].startswith("not applicable")
 
 
+def test_a_sound_engine_passes_some_checks(capsys):
+    status, found = verify(capsys, "--processes", "2", "--only", "gradients", "averager slowmo", KILLED)
+    assert (status, failures(found)) == (0, {})
+    assert {"averager slowmo", KILLED} <= found.keys()
+
+
 def test_every_hook_and_averager_has_a_formula_and_a_trial():
     assert HOOKS.keys() == available_hooks().keys()
     assert AVERAGERS.keys() == available_averagers().keys()

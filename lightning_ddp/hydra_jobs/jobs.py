@@ -40,7 +40,7 @@ _KEY = "lightning_ddp/hydra_job"
 _SHOWN = 5
 _ZERO_ON_RANK_0 = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"),
-    *("PET_NODE_RANK", "SKYPILOT_NODE_RANK"),
+    *("GROUP_RANK", "PET_NODE_RANK", "SKYPILOT_NODE_RANK"),
 )
 _OF_THE_CONFIGURATION = {  # resolvers that depend on the configuration only, which all ranks share
     "hydra",

@@ -93,7 +93,7 @@ class OfWrapper:
         authoritative_rank: int = 0,
     ) -> None:
         tensors = list(self._module_buffers.named().values()) if bufs is None else bufs
-        broadcast_coalesced(self._group, tensors, authoritative_rank, bucket_size or _BROADCAST_BYTES)
+        broadcast_coalesced(self._group, tensors, authoritative_rank)
 
     # ------------------------------------------------------------------ hooks and optimizers
 
