@@ -445,6 +445,21 @@ def forget_loaders(loop: Any) -> None:
     _set(loop, "_combined_loader", None)
 
 
+def loaders_made(trainer: Trainer) -> list[Any]:
+    """Return the loaders of training and validation, and the epochs they were made in, for `put_loaders`."""
+    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    loaders = [_get(loop, "_combined_loader") for loop in loops]
+    return [*loaders, train_reload_epoch(trainer), val_reload_epoch(trainer)]
+
+
+def put_loaders(trainer: Trainer, made: list[Any]) -> None:
+    """Set the loaders, and the epochs they were made in, to those that `loaders_made` has returned."""
+    for loop, loader in zip((trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop), made, strict=False):
+        _set(loop, "_combined_loader", loader)
+    set_train_reload_epoch(trainer, made[2])
+    set_val_reload_epoch(trainer, made[3])
+
+
 def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
     """Set the length of the present epoch: `num_used` batches and those that the loaders still have."""
     loop: Any = trainer.fit_loop

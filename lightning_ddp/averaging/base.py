@@ -120,7 +120,8 @@ class Averager:
         A parameter that requires no gradient any more is still averaged, as ranks may have trained it.
         """
         known = {*self.parameters, *known}
-        named = self.module.named_parameters()
+        before = {id(p): name for name, p in self.parameters.items()}  # it may have moved, as by pruning
+        named = [(before.get(id(p), name), p) for name, p in self.module.named_parameters()]
         self.parameters = {name: p for name, p in named if p.requires_grad or name in known}
         names = {id(p): name for name, p in self.parameters.items()}
         for track in self.tracks:
@@ -172,7 +173,6 @@ class Averager:
         counts = [track.num_steps for track in self.tracks if track.num_steps] or [0]
         if min(counts) >= self.options.start_step:
             self._is_local = True
-            self.find_parameters()
             self.begin_local_phase()
 
     def begin_local_phase(self) -> None:

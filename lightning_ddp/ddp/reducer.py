@@ -372,8 +372,10 @@ class Reducer:
         """Take part with zeros in a synchronized backward of the other ranks, on a rank without input."""
         state = BackwardState(num_taken=len(self.buckets))
         self._count_step(state)
-        # the other ranks skip buckets whose parameters are all switched off
-        zeros = [bucket.zeros() for bucket in self.buckets if any(p.requires_grad for p in bucket.params)]
+        # the other ranks skip buckets whose parameters are all switched off, but where they learn the graph
+        learns = self._gradients.is_static and state.step == 0
+        due = [b for b in self.buckets if learns or any(p.requires_grad for p in b.params)]
+        zeros = [bucket.zeros() for bucket in due]
         for bucket in zeros:
             self.reduction.launch(bucket, state)
         exchange = self._gradients.start_exchange(None)

@@ -295,6 +295,9 @@ class MixedPrecision:
             if name not in ignored and buffer.is_floating_point():
                 buffer.data = buffer.to(config.buffer_dtype)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_on_leaves": []}  # hooks are of this process
+
     def cast_parameters(self) -> None:
         """Replace the data of parameters and gradients by low-precision copies, before a forward."""
         dtype = self.config.param_dtype

@@ -27,7 +27,9 @@ from lightning_ddp._lightning import (
     forget_loaders,
     limit_epoch,
     limit_validation,
+    loaders_made,
     loaders_of,
+    put_loaders,
     silent_end,
     validates_now,
     wrap_steps,
@@ -280,12 +282,13 @@ class Recovery(StepObserver):
             phase()
             return True
         self.ledger.begin_phase()
-        num_results = len(self._journal.results)
+        num_results, loaders = len(self._journal.results), loaders_made(self._trainer)
 
         def attempt() -> None:
             if self.ledger.is_alone:  # all have come to its end, and others have gone on
                 return
             del self._journal.results[num_results:]  # of an attempt that was interrupted
+            put_loaders(self._trainer, loaders)  # else one that is whole here is not made again, as by others
             self._calls.defer(False)
             self._ours.interrupt.check()
             phase()

@@ -144,7 +144,10 @@ class Children(LocalProcesses):
             process.send_signal(signal.SIGKILL)
         try:
             self._start(self.launch, slot)
-        except OSError as error:  # as where memory has run out; the server plans another start, later
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # no memory, no thread; the server plans another start, later
             why = f"it could not be started: {error}"
             print(f"lightning_ddp: another process for rank {slot.rank}: {why}", file=sys.stderr)
             who = Identity(rank=slot.rank, node_rank=self.node_rank, pid=0, start=number)

@@ -597,7 +597,9 @@ class FailureHandler:
     # ------------------------------------------------------------------ the end
 
     def _limit_end(self) -> None:
-        is_in_recovery = self.calls is not None and self.calls.is_stopped
+        # for the job's last failure only: that of a device is of groups which the recovery aborts
+        is_last = self.first_failure() is not None
+        is_in_recovery = is_last and self.calls is not None and self.calls.is_stopped
         if self.is_over or is_in_recovery or not self.alarm.is_silent:
             is_first = self.watch is not None and self.watch.failure is None
             self.end_limit.set(is_needed=is_first or self.is_launcher)

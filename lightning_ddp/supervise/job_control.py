@@ -302,6 +302,8 @@ class JobControl:
 
     def _failed(self, process: Process, now: float) -> None:
         """Remove a rank that has said only that it fails, or else make that the job's first failure."""
+        if not process.is_member:  # it was lost at the same moment
+            return
         record = process.failure(process.report.why or "it has failed")
         concerns_itself_alone = self._takes_exceptions and record.pid != self._pid
         if not (concerns_itself_alone and self._lose(process, record, now, has_ended=False)):

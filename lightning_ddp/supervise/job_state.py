@@ -185,7 +185,7 @@ class JobState:
 
     def disconnected(self, process: Process, now: float) -> None:
         """Record that a connection has closed. If a training rank is lost by it, the caller calls `lose`."""
-        was_asked = self.roster.launcher_of(process.place) is process
+        was_asked = process.is_launcher and self.roster.launcher_of(process.place) is process
         process.is_connected = False
         if process.node != 0 and process.state in (ProcessState.STANDING, ProcessState.RELEASED):
             self._exit(process, now)  # its launcher may be gone with it
@@ -301,7 +301,8 @@ class JobState:
         """Give all the whole time again, as this very process was stopped (Ctrl-Z), and has heard nobody."""
         self._orders.restart(now)
         self._stops_by = None if self._stops_by is None else now + self._grace_s
-        self._ending = dict.fromkeys(self._ending, now + self._grace_s)
+        for process in self._ending:
+            self._ending[process] = now + (_EXPLAINED_WITHIN_S if process.is_member else self._grace_s)
 
     def _template(self) -> Order:
         task = self.phase.task
