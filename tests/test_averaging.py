@@ -494,7 +494,7 @@ def test_loading_says_what_it_cannot_keep(group):
 # ---------------------------------------------------------------- parameters that come later
 
 
-@pytest.mark.parametrize("way", ["new group", "unfrozen"])
+@pytest.mark.parametrize("way", ["new group", "unfrozen", "unfrozen early", "pruned"])
 @pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize("spec", [*ALL, {"name": "hierarchical_sgd", "periods": {3: 2, 9: 0}}], ids=str)
 def test_a_parameter_that_is_trained_from_some_step_on_is_averaged_then(spec, way, is_loaded):
@@ -503,20 +503,25 @@ def test_a_parameter_that_is_trained_from_some_step_on_is_averaged_then(spec, wa
     def rank_main(rank, _, group):
         module = Given(SHAPES)
         late = module.bias.requires_grad_(False)
-        first = [p for p in module.parameters() if p is not late or way == "unfrozen"]
+        first = [p for p in module.parameters() if p is not late or way != "new group"]
         optimizer = torch.optim.SGD(first, lr=LR)
         averager = build_averager(spec, module, [optimizer], group)
+        named = dict(module.named_parameters())
 
         def train(*steps: int) -> None:
             for step in steps:
-                for name, grad in local_grads(0 if averager.averages_gradients else rank, step).items():
-                    module.get_parameter(name).grad = (
-                        grad if module.get_parameter(name).requires_grad else None
+                own, common = local_grads(rank, step), local_grads(0, step)
+                for name, parameter in named.items():
+                    is_reduced = averager.averages_gradients and parameter is not late
+                    parameter.grad = (
+                        (common if is_reduced else own)[name] if parameter.requires_grad else None
                     )
                 optimizer.step()
                 averager.step(optimizer)
 
-        train(0, 1, 2)
+        train(0)
+        late.requires_grad_(way == "unfrozen early")  # before local training, and not reduced
+        train(1, 2)
         late.requires_grad_()
         if way == "new group":
             optimizer.add_param_group({"params": [late]})
@@ -528,7 +533,10 @@ def test_a_parameter_that_is_trained_from_some_step_on_is_averaged_then(spec, wa
             averager.restore(mark)
             train(*range(3, 12))
         averager.agree()
-        if is_loaded:
+        if way == "pruned":  # the same parameter has another name from now on
+            module.register_parameter("bias_orig", late)
+            del module.bias
+        elif is_loaded:
             state, averager = averager.state_dict(), build_averager(spec, module, [optimizer], group)
             assert averager.load_state_dict(state) == []
         train(*range(12, 18))

@@ -86,6 +86,7 @@ class ControlClient:
         self._here: list[int] | None = None
         self._here_answered = threading.Event()
         self._is_closed = self._is_deaf = False
+        self._write_error: OSError | None = None
         self._connection = self._connect(server, protocol.Hello(server.token, identity, is_launcher))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
@@ -236,8 +237,10 @@ class ControlClient:
         self.close_sockets()
 
     def _write(self, data: bytes) -> None:
-        with suppress(OSError):  # the server is gone: reading says so too, and that is handled
+        try:
             self._connection.sendall(data)
+        except OSError as error:  # reading then finds the end, while the kernel tells the reason once
+            self._write_error = self._write_error or error
 
     def _report(self) -> float | None:
         """Send a due or changed report; take a silent server as a failure; return seconds to next call."""
@@ -285,10 +288,10 @@ class ControlClient:
         try:
             data = self._connection.recv(_RECEIVE_BYTES)
         except OSError as error:
-            self._lost_server(error)
+            self._lost_server(self._write_error or error)
             return
         if not data:
-            self._lost_server(None)
+            self._lost_server(self._write_error)
             return
         try:
             for message in self._unpacker.feed(data):

@@ -39,6 +39,7 @@ class Peer:
         self.since = time.monotonic()
         self.identity: Identity | None = None
         self.reads_nothing = False  # True if the connection was closed for that
+        self.error: OSError | None = None  # the first one of a write
 
     @property
     def is_closed(self) -> bool:
@@ -124,9 +125,9 @@ class Connections:
         except BlockingIOError:
             return
         except OSError as error:
-            yield peer, b"", error
+            yield peer, b"", peer.error or error
         else:
-            yield peer, data, None
+            yield peer, data, None if data else peer.error
 
     def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
         """Accept an authenticated connection as that of a process of the job, and turn on keepalive."""
@@ -164,8 +165,9 @@ class Connections:
         try:
             with suppress(BlockingIOError):  # sent once the socket can be written to
                 del peer.unsent[: peer.connection.send(peer.unsent)]
-        except OSError:
-            return  # reading from it will say the same, and that is where it is handled
+        except OSError as error:  # reading then finds the end, while the kernel tells the reason once
+            peer.error = peer.error or error
+            return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         if peer.events != wanted:
             peer.events = wanted
