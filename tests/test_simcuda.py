@@ -25,7 +25,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp import BucketedDDP
-from lightning_ddp.averaging import available_averagers, build_averager
+from lightning_ddp.averaging import Averager, available_averagers, build_averager
 from lightning_ddp.comm.call import run
 from lightning_ddp.comm.group import Group
 from lightning_ddp.hooks import available_hooks, build_hook
@@ -214,6 +214,7 @@ class Training:
         self.model = self._wrap()
         self._register_hook()
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01, momentum=0.9)
+        self.averager: Averager | None = None
         self.average = self._averaging()
         self.scaler = torch.amp.GradScaler(
             "cuda", init_scale=2.0**10, enabled=scenario.autocast == torch.float16
@@ -229,6 +230,8 @@ class Training:
                 steps.append(simcuda.report[start:])
                 if scenario.evaluates:
                     self._evaluate(batches[step, 0])
+        if self.averager is not None:
+            self.averager.run(lambda: None)  # an exchange may be under way, which needs its group
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         reports = simcuda.report[num_reports:]
@@ -275,7 +278,9 @@ class Training:
         if spec is None:
             return None
         if self.subject != "torch":
-            ours = build_averager(spec, self.network, [self.optimizer], self.model.process_group)
+            self.averager = ours = build_averager(
+                spec, self.network, [self.optimizer], self.model.process_group
+            )
             assert not ours.averages_gradients
             return lambda: ours.step(self.optimizer)
         theirs: Any

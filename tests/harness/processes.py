@@ -198,10 +198,13 @@ class _Run:
                 process.kill()
         for rank, process in enumerate(self._processes):
             process.join(timeout=10)
+            stacks = ""
             if process.is_alive():
+                os.kill(process.pid or 0, STACK_SIGNAL)  # which ends one that has left Python
+                stacks = f"; stacks:\n{self._read_stacks(rank)}"
                 process.kill()
                 process.join()
-            self._require_clean_exit(rank, process.exitcode)
+            self._require_clean_exit(rank, process.exitcode, stacks)
         if len(self._outcomes) < self._world_size or any(o.status == "hung" for o in self._outcomes.values()):
             # what a killed rank had started is no leak of the code under test
             kill_processes(find_processes(sessions))
@@ -209,14 +212,14 @@ class _Run:
             process.close()
         return sessions
 
-    def _require_clean_exit(self, rank: int, exit_code: int | None) -> None:
+    def _require_clean_exit(self, rank: int, exit_code: int | None, stacks: str) -> None:
         """A rank that answered must also end well: a crash in the teardown is a failure."""
         outcome = self._outcomes.get(rank)
         if outcome is not None and outcome.status == "returned" and exit_code != 0:
             self._outcomes[rank] = RankOutcome(
                 rank=rank,
                 status="died",
-                message=f"answered, but then {_describe_exit(exit_code)}",
+                message=f"answered, but then {_describe_exit(exit_code)}{stacks}",
                 exit_code=exit_code,
             )
 
@@ -266,9 +269,9 @@ def _rank_main(
         if not outcome.failed or stay_after_error:
             with contextlib.suppress(EOFError, OSError):
                 connection.recv_bytes()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         faulthandler.unregister(STACK_SIGNAL)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _init_default_group(rank: int, world_size: int, scratch: Path, timeout_s: float) -> None:
