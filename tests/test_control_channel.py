@@ -23,7 +23,8 @@ import pytest
 import torch.distributed as dist
 from harness import last_screen, run_ranks
 
-from lightning_ddp.errors import ConfigurationError, PeerFailure, RendezvousError
+from lightning_ddp.errors import CollectiveError, ConfigurationError, PeerFailure, RendezvousError
+from lightning_ddp.launch import recovery_client
 from lightning_ddp.launch.failure_handler import FailureHandler
 from lightning_ddp.launch.job_context import JobContext
 from lightning_ddp.launch.recovery_client import RecoveryClient
@@ -57,6 +58,7 @@ from lightning_ddp.supervise.settings import RecoverySettings, SupervisionSettin
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 20.0
+TRAINED = Progress(step=3, is_clean=True, is_trying=False, phase=0)
 
 
 def gone(rank: int) -> FailureRecord:
@@ -516,7 +518,6 @@ def test_a_failure_frees_a_rank_that_is_held() -> None:
 
 
 def test_a_rank_that_may_enter_the_next_generation_hears_that_the_job_has_failed_meanwhile() -> None:
-    progress = Progress(step=3, is_clean=True, is_trying=False, phase=0)
     with running(3, recovery=RecoverySettings()) as run:
         run.connect_all()
         first, second, lost = run.watches
@@ -524,7 +525,7 @@ def test_a_rank_that_may_enter_the_next_generation_hears_that_the_job_has_failed
         for watch in (first, second):
             wait_until(watch, lambda state: state.is_called)
             watch.update(RankState.stop)
-            watch.update(lambda state: state.answer(progress))
+            watch.update(lambda state: state.answer(TRAINED))
         wait_until(first, lambda state: state.task is Task.ENTER)
         second.report(raised(1), is_echo=False)
         record, ours = verdict_of(first), JobContext().control
@@ -532,10 +533,48 @@ def test_a_rank_that_may_enter_the_next_generation_hears_that_the_job_has_failed
         try:
             ours._learned(record)
             with pytest.raises(PeerFailure, match="3 channels"):
-                ours.calls.wait_for_generation(progress, ours.check_end)
+                ours.calls.wait_for_generation(TRAINED, ours.check_end)
             assert ours.end_limit.is_set, "whatever it does before"
         finally:
             ours.restore_handlers()
+
+
+def test_an_error_on_the_device_is_explained_by_a_recovery_that_is_over_when_its_thread_looks(monkeypatch):
+    error = CollectiveError("NCCL: remote process exited", label="gradients", rank=0, waited_s=0.1)
+    with running(3, recovery=RecoverySettings()) as run:
+        run.connect_all()
+        first, second, lost = run.watches
+        ours = JobContext().control
+        calls = RecoveryClient(ours.interrupt, ours.alarm, first, DEADLINE_S)
+        has_looked, may_look = threading.Event(), threading.Event()
+
+        def pause(_: float) -> None:
+            has_looked.set()
+            assert may_look.wait(DEADLINE_S)
+
+        monkeypatch.setattr(recovery_client.time, "sleep", pause)
+        found: list[bool] = []
+        watching = threading.Thread(target=lambda: found.append(calls.is_call(error)), daemon=True)
+        watching.start()
+        assert has_looked.wait(DEADLINE_S)
+        monkeypatch.undo()
+        lost._connection.shutdown(socket.SHUT_RDWR)
+        recover(first, second)
+        may_look.set()
+        watching.join(DEADLINE_S)
+        assert found == [True]
+
+
+def recover(*watches: ControlClient) -> None:
+    """The main threads of these ranks stop, and enter the next generation."""
+    for watch in watches:
+        wait_until(watch, lambda state: state.is_called)
+        watch.update(RankState.stop)
+        watch.update(lambda state: state.answer(TRAINED))
+    for watch in watches:
+        wait_until(watch, lambda state: state.task is Task.ENTER)
+        watch.update(RankState.enter_next)
+        watch.update(RankState.settle)
 
 
 @contextmanager

@@ -149,14 +149,19 @@ class RecoveryClient:
 
     def _wait_for_call(self, within_s: float) -> bool:
         """Wait for the server's order to recover; return True if it came."""
+        before = self.state.state_of  # beside the main thread, this may see only what follows the recovery
+
+        def is_explained() -> bool:
+            return self.state.is_called or self.state.state_of != before
+
         # time in which this process is stopped does not count, as it receives nothing then
         for number in range(math.ceil(within_s / _LOOK_EVERY_S)):
-            if self.state.is_called or self._watch.failure is not None:
+            if is_explained() or self._watch.failure is not None:
                 break
             if number % _ASK_EVERY == 0:
                 self._watch.update(RankState.say_again)
             time.sleep(_LOOK_EVERY_S)
-        return self.state.is_called and self._watch.failure is None
+        return is_explained() and self._watch.failure is None
 
     def stop(self, *, has_met: bool = False) -> None:
         """Report that the main thread has stopped, disable interruptions, and abort all process groups."""
