@@ -159,6 +159,23 @@ def test_what_is_forgotten_is_not_found_broken_and_the_next_step_is_looked_after
     assert isinstance(watched.failure(), CollectiveError)
 
 
+def test_work_of_the_group_after_a_recovery_is_looked_after_though_the_failure_before_took_longer(watched):
+    has_recovered = threading.Event()
+
+    def recover(error: BaseException) -> None:
+        watched.group.error = Error.SUCCESS
+        watched.watch.forget()
+        watched.expect()
+        has_recovered.set()
+
+    watched.watch._on_failure = recover
+    watched.group.error = Error.COMM_ERROR
+    before = watched.expect()
+    assert has_recovered.wait(DEADLINE_S)
+    assert before is not watched.events[-1]
+    assert watched.events[-1].asked.wait(DEADLINE_S)
+
+
 def test_after_a_failure_and_after_the_end_nothing_is_asked_for(watched):
     has_looked = threading.Event()
 

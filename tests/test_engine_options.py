@@ -115,13 +115,16 @@ class UsedOnSome(nn.Module):
 
 @on_ranks(2)
 def test_a_buffer_hook_and_a_static_graph_outlast_an_update_of_the_group(rank, group) -> None:
-    called: list[int] = []
-    model = BucketedDDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)
-    model.register_buffer_comm_hook(None, lambda state, buffers: called.append(len(buffers)))
+    called: list[tuple[int, int]] = []
+    norm = nn.BatchNorm1d(4)
+    model = BucketedDDP(nn.Sequential(nn.Linear(4, 4), norm), process_group=group)
+    model.register_buffer_comm_hook(
+        None, lambda state, buffers: called.append((len(buffers), int(norm.num_batches_tracked)))
+    )
     model.update_process_group(group)
     for _ in range(2):
         model(torch.ones(3, 4) * rank).sum().backward()
-    assert set(called) == {3}
+    assert called == [(3, 1), (3, 2)], "after the forward"
 
     module = UsedOnSome()
     model = BucketedDDP(module, process_group=group)

@@ -111,7 +111,8 @@ class DeviceWatch:
             except Exception as error:  # noqa: BLE001 (any error is passed to the main thread)
                 if self._interrupt.error is None and self._watched is queued:
                     self._on_failure(error)
-                self.forget()
+                if self._watched is queued:  # else a recovery has begun, and later work is of its group
+                    self.forget()
 
     def _next(self) -> _Queued | None:
         with self._lock:
