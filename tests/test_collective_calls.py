@@ -183,6 +183,21 @@ def test_a_rank_that_never_comes_is_an_error_within_the_deadline(rank, process_g
 
 
 @on_ranks(2)
+def test_the_backward_of_a_gather_has_its_deadline_and_name(rank, process_group, event) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    gathered = comm.all_gather(Group(process_group), tensor, sync_grads=True, timeout=20, label="my call")
+    if rank == 1:
+        assert event.wait(20)
+        return
+    gathered.grad_fn.call.timeout = SOON  # of the backward alone
+    try:
+        with pytest.raises(CollectiveTimeoutError, match="backward of my call has not ended after"):
+            gathered.sum().backward()
+    finally:
+        event.set()
+
+
+@on_ranks(2)
 def test_deadlines_hold_where_the_backend_is_somebody_elses(rank, process_group, event) -> None:
     group = group_of("toy", process_group)
     if rank == 1:
