@@ -119,6 +119,8 @@ def test_after_teardown_the_module_is_on_its_own(rank, group) -> None:
     [
         ({"dim": 1}, ConfigurationError, "dim=1: expected 0"),
         ({"bucket_cap_mb": 0}, ConfigurationError, "bucket_cap_mb=0: expected sizes in MiB above 0"),
+        ({"bucket_cap_mb": [1, 2]}, ConfigurationError, r"bucket_cap_mb=\[1, 2\]: expected sizes in MiB"),
+        ({"bucket_cap_mb": "ten"}, ConfigurationError, "bucket_cap_mb='ten': expected sizes in MiB above 0"),
         ({"bucket_cap_mb_list": [1, 0]}, ConfigurationError, r"bucket_cap_mb_list=\[1, 0\]: expected sizes"),
         ({"skip_all_reduce_unused_params": True}, ConfigurationError, "unused_params=True needs find_unused"),
         ({"check_reduction": True}, ConfigurationError, "check_reduction=True is deprecated"),

@@ -68,13 +68,9 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
     >>> bucket_caps_bytes(None, [1, 2])
     (1048576, 2097152)
     """
-    if isinstance(cap_mb, str):
-        raise ConfigurationError(
-            f"bucket_cap_mb={cap_mb!r}: expected a size in MiB, or None for {_DEFAULT_CAP_MB} MiB"
-        )
     sizes_mb = list(caps_mb or []) or [_DEFAULT_CAP_MB if cap_mb is None else cap_mb]
-    if min(sizes_mb) <= 0:
-        name = f"bucket_cap_mb_list={caps_mb}" if caps_mb else f"bucket_cap_mb={cap_mb}"
+    if not all(isinstance(size, (int, float)) and size > 0 for size in sizes_mb):
+        name = f"bucket_cap_mb_list={caps_mb}" if caps_mb else f"bucket_cap_mb={cap_mb!r}"
         raise ConfigurationError(f"{name}: expected sizes in MiB above 0")
     sizes = tuple(int(size * MIB) for size in sizes_mb)
     return sizes if caps_mb else (min(MIB, sizes[0]), sizes[0])
