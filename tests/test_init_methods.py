@@ -6,6 +6,9 @@ import doctest
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from harness import TRAINS, free_port, run_ranks, run_ranks_outcomes, run_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_ddp import CustomDDPStrategy, comm
+from lightning_ddp.comm.barrier import _ATTEMPT, store_of_attempt
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import rendezvous
@@ -111,6 +115,18 @@ text = "rank %d sum %g same %s broadcast %d" % (rank, sums["a"], same, received[
 port, backend = os.environ["MASTER_PORT"], torch.distributed.get_backend()
 os.write(1, f"{{text}} port {{port}} {{backend}}\\n".encode())
 """
+
+
+def test_a_rank_that_is_there_before_rank_0_after_a_restart_by_torchrun_learns_the_new_attempt() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
+    store.set(_ATTEMPT, "previous")
+    met = partial(store_of_attempt, store, world_size=2)
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(met, rank=1)
+        store.wait([f"{_ATTEMPT}/previous/hello/1"])
+        met(rank=0).set("from 0", "this attempt")
+        assert early.result().get("from 0") == b"this attempt"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "toy"])
