@@ -202,6 +202,8 @@ def test_powersgd_starts_with_the_mean(world_size):
 
 def test_powersgd_without_memory_is_one_power_iteration(world_size):
     inputs = inputs_of(world_size)
+    for of_rank in inputs:
+        of_rank[1] = of_rank[0]
     spec = {"name": "powersgd", "start_step": 0, "min_compression": 1}
     spec |= {"warm_start": False, "error_feedback": False}
     (outputs, residuals), *_ = reduce_steps(spec, inputs, finish=lambda run: run.state())
@@ -211,6 +213,8 @@ def test_powersgd_without_memory_is_one_power_iteration(world_size):
         expected = means_of(inputs)[step]["first"]
         basis = torch.linalg.svd(output["first"].double()).U[:, :2]
         assert_close(output["first"], basis @ basis.t() @ expected, 1e-4)
+    change = (outputs[1]["first"] - outputs[0]["first"]).abs().max()
+    assert change > 0.1, "each step begins with another random factor"
 
 
 # ---------------------------------------------------------------- top-k (DGC)
