@@ -351,7 +351,33 @@ def test_optimizer_state_is_kept_averaged_or_reset(policy):
                     assert not after[name][key].equal(value)
 
 
+@on_ranks(2)
+def test_a_fragments_round_resets_the_optimizer_state_of_the_fragment_alone(rank, group):
+    module = Given(SHAPES)
+    optimizer = torch.optim.Adam(module.parameters(), lr=LR)
+    spec = {"name": "streaming_diloco", "period": 2, "num_fragments": 2, "delay": 0}
+    averager = build_averager(
+        {**spec, "start_step": 0, "optimizer_state": "reset"}, module, [optimizer], group
+    )
+    for name, parameter in module.named_parameters():
+        parameter.grad = local_grads(rank, 0)[name]
+    optimizer.step()
+    averager.step(optimizer)
+    assert [name for name, p in module.named_parameters() if optimizer.state.get(p)] == ["bias"]
+
+
 # ---------------------------------------------------------------- steps
+
+
+@on_ranks(2)
+def test_an_optimizer_without_steps_does_not_hold_up_the_local_training_of_another(group):
+    module = Given(SHAPES)
+    used, unused = (torch.optim.SGD([parameter], lr=LR) for parameter in (module.first, module.bias))
+    averager = build_averager({**EVERY_STEP, "start_step": 2}, module, [used, unused], group)
+    averager.step(used)
+    assert averager.averages_gradients
+    averager.step(used)
+    assert not averager.averages_gradients
 
 
 @on_ranks(2)
