@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -133,14 +132,6 @@ def test_no_forked_process_communicates_before_all_have_been_forked(what, tmp_pa
     if what == "custom_ddp_fork":
         notes = read_notes(tmp_path)
         assert [notes[f"trained-{rank}"]["step"] for rank in range(3)] == [STEPS] * 3
-
-
-def test_a_named_port_in_use_is_an_error_that_names_it(monkeypatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(RendezvousError, match=f"^port {port} on .*, named by MASTER_PORT, is in use"):
-            rendezvous.Rendezvous().host(LightningEnvironment(), None, num_nodes=1, node_rank=0)
 
 
 @pytest.mark.parametrize(
