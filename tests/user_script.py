@@ -62,8 +62,8 @@ class Order:
     stuck_rank: int = -1
     quits: int = -1
     """The rank whose `on_exception` ends its process."""
-    catches: str = ""
-    """Name of the exception class that it expects around `fit`, and notes."""
+    catches: bool = False
+    """Whether it expects a `ValueError` around `fit`, and notes it."""
     fits_again: bool = False
     """Whether it fits once more then, without the fault, in the folder `again`."""
     leaves: int | None = None
@@ -80,13 +80,6 @@ class Order:
     """Whether it ignores SIGINT when it begins, as what a shell script starts with `&` does."""
     validates: bool = False
     """Whether it validates when it has been fitted."""
-
-
-CATCHABLE: dict[str, type[Exception]] = {
-    "RuntimeError": RuntimeError,
-    "ValueError": ValueError,
-    "PeerFailure": lightning_ddp.PeerFailure,
-}
 
 
 class Untellable(Exception):
@@ -404,7 +397,9 @@ def main(order: Order) -> None:
         note(folder, trainer.global_rank, "fitted", variables=sorted(set(os.environ) - before))
         if order.validates:
             trainer.validate(model, verbose=False)
-    except CATCHABLE.get(order.catches, ()) as error:
+    except ValueError as error:
+        if not order.catches:
+            raise
         note(folder, rank, "caught", kind=type(error).__name__, message=str(error))
         if rank == order.leaves:
             raise
