@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 import torch.distributed as dist
-from harness import last_screen, run_ranks
+from harness import last_screen, run_ranks, slow
 
 from lightning_ddp.errors import CollectiveError, ConfigurationError, PeerFailure, RendezvousError
 from lightning_ddp.launch import recovery_client
@@ -624,7 +624,7 @@ def simulate_ranks(rank: int, _: int, port: int, num_ranks: int) -> dict[str, An
         return {"connected": connecting, "told": told, "named": named}
 
 
-@pytest.mark.parametrize("num_ranks", [1_000, pytest.param(16_384, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1_000, slow(16_384)])
 def test_many_ranks_cost_little(num_ranks) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard < num_ranks + 1_024:

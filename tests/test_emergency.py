@@ -13,7 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import user_script
-from harness import ScriptResult, run_script, start_script
+from harness import TORCHRUN, ScriptResult, exhaustive, run_script, start_script
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +29,6 @@ from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SCRIPT = Path(user_script.__file__)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
 
 
 def run_user(folder: Path, launcher: Any = (), **more: Any) -> ScriptResult:
@@ -75,7 +74,7 @@ def test_where_the_launching_process_is_killed_a_rank_that_is_left_reports_the_c
         ("popen", 0, "forward", "kill", FAULT_STEP),
         ("popen", 2, "optimizer", "exit", FAULT_STEP + 1),
         ("spawn", 2, "forward", "exception", FAULT_STEP),
-        pytest.param("fork", 2, "backward", "kill", FAULT_STEP, marks=pytest.mark.exhaustive),
+        exhaustive("fork", 2, "backward", "kill", FAULT_STEP),
         ("torchrun", 0, "forward", "kill", FAULT_STEP),
     ],
 )
@@ -83,7 +82,7 @@ def test_the_last_step_is_saved_and_plain_lightning_goes_on(
     start, victim, moment, fault, step, tmp_path, reference
 ) -> None:
     strategy = {"start_method": start} if start != "torchrun" else {}
-    launcher = TORCHRUN if start == "torchrun" else ()
+    launcher = (*TORCHRUN[:-1], "3") if start == "torchrun" else ()
     fails = {"fault": fault, "rank": victim, "moment": moment, "gathers": True}
     result = run_user(tmp_path, launcher, strategy=strategy, **fails)
     context = f"{result.stdout}\n{result.stderr}"

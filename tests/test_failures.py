@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import user_script
-from harness import RUN, TRAINS, ScriptResult, last_screen, run_script, start_script
+from harness import RUN, TORCHRUN, TRAINS, ScriptResult, last_screen, run_script, slow, start_script
 from test_hydra import starts
 from user_script import ALL, STEPS, order, read_notes, wait_for_notes
 
@@ -43,7 +42,6 @@ from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.protocol import Failed, Hello, pack
 
 SCRIPT = Path(user_script.__file__)
-slow = partial(pytest.param, marks=pytest.mark.slow)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
 MOMENTS = ("sanity", "forward", "backward", "optimizer", "validation", "checkpoint", "loader", "teardown")
 LAUNCHERS: dict[str, tuple[str, ...]] = {"python": (), "run": RUN}
@@ -71,9 +69,6 @@ STALL_S = 4.0
 """Above what a busy machine keeps a process waiting for."""
 EXIT_CODES = {"exit": 3, "kill": -9, "segv": -11}
 EXCEPTIONS = {"exception": "ValueError", "memory": "MemoryError"}
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def cells() -> Iterator[Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import TRAINS, free_port, run_ranks, run_ranks_outcomes, run_script
+from harness import TORCHRUN, TRAINS, free_port, run_ranks, run_ranks_outcomes, run_script, slow
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_ddp import CustomDDPStrategy, comm
@@ -25,7 +25,6 @@ from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.rendezvous import join_default_group, meet, meet_at_file
 
 CPU = torch.device("cpu")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
@@ -189,9 +188,7 @@ for number in range(2):
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["own", "torchrun"]
-)
+@pytest.mark.parametrize("launcher", [(), slow(TORCHRUN)], ids=["own", "torchrun"])
 def test_a_script_may_destroy_the_group_between_two_runs(launcher, tmp_path) -> None:
     """The rank that comes first to the next run must not find the addresses of the destroyed group."""
     result = run_script(DESTROYED, [str(tmp_path)], launcher=launcher).check()

@@ -15,13 +15,12 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import user_script
-from harness import RUN, TRAINS, ScriptResult, free_port, run_script, start_script
+from harness import RUN, TRAINS, ScriptResult, free_port, run_script, slow, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from user_script import STEPS, order, read_notes, wait_for_notes
 
@@ -38,7 +37,6 @@ DEADLINE_S = 180.0
 LONGEST_END_S = 60.0
 """Where a rank is to end at once; after `failure_grace_s` it would in any case."""
 SCRIPT = Path(user_script.__file__)
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def train(folder: Path, *args: str, **more: Any) -> ScriptResult:
@@ -189,11 +187,7 @@ def test_processes_that_cannot_hear_of_their_launchers_death_end_all_the_same(tm
 
 
 @pytest.mark.parametrize(
-    "cells",
-    [
-        [(0, 0, signal.SIGTERM), (1, 2, signal.SIGINT)],
-        pytest.param([(0, 1, signal.SIGTERM)], marks=pytest.mark.slow),
-    ],
+    "cells", [[(0, 0, signal.SIGTERM), (1, 2, signal.SIGINT)], slow([(0, 1, signal.SIGTERM)])]
 )
 def test_a_signal_ends_a_rank_that_waits_for_another_node(cells, tmp_path) -> None:
     """Of several jobs at the same time: a rank says after 5 s what it waits for."""

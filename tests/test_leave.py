@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN
+from harness import RUN, exhaustive, slow
 from harness.ledger import SAMPLES, Entry, Ledger, fault, logged_rows, replacing, train
 from test_shrink import STEP
 
@@ -27,12 +27,7 @@ def leave(folder: Path, *faults: Entry, **order: Any) -> Ledger:
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "forward",
-        pytest.param("validation", marks=pytest.mark.slow),
-        *(pytest.param(moment, marks=pytest.mark.exhaustive) for moment in ("loader", "batch end")),
-    ],
+    "moment", ["forward", slow("validation"), exhaustive("loader"), exhaustive("batch end")]
 )
 def test_a_rank_leaves_at_the_next_boundary(moment, tmp_path) -> None:
     step = STEP.get(moment, 3)
@@ -76,7 +71,7 @@ def recovery_counts(folder: Path) -> list[str]:
     return [row["recovery/count"] for row in logged_rows(folder) if row.get("recovery/count")]
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])
+@pytest.mark.parametrize("launcher", [(), slow(RUN)], ids=["python", "run"])
 def test_a_new_process_takes_the_place_of_one_that_has_left(launcher, tmp_path) -> None:
     place = 0 if launcher else 1
     order = replacing(2, devices=3, logs=True, step_s=0.1)
@@ -122,7 +117,7 @@ def test_all_stop_where_too_few_would_stay(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["post_local_sgd", pytest.param("diloco", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["post_local_sgd", exhaustive("diloco")])
 def test_a_rank_leaves_local_training_at_a_round(name, tmp_path) -> None:
     """Rounds follow steps 5, 8 and so on: nothing of the leaver's steps is lost."""
     options = {"name": name, "period": 3, "start_step": 3}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN, RunningScript, start_script
+from harness import RUN, RunningScript, slow, start_script
 from harness.namespaces import ADDRESSES, ADDRESSES_6, INTERFACES, NAMESPACES, two_namespaces
 from test_hydra import TESTS, Node, Note, Run, starts
 
@@ -121,7 +121,7 @@ def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node,
     [
         ("loopback", "custom_ddp"),
         ("link", "custom_ddp"),
-        pytest.param("link", "custom_ddp_spawn", marks=pytest.mark.slow),
+        slow("link", "custom_ddp_spawn"),
     ],
 )
 def test_nodes_meet_at_an_address_of_ipv6(network, tmp_path, where, strategy) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RUN, run_script
+from harness import RUN, exhaustive, run_script
 from harness.ledger import fault, logged_rows, replace, require_same, train
 from test_shrink import CELLS, HOOKS, MOMENTS
 
@@ -36,8 +36,8 @@ def test_a_lost_rank_is_replaced_while_the_others_train(launcher, tmp_path) -> N
     [
         (["setup", "receiving"], 4),
         (["train start", "first step"], 6),
-        pytest.param(["begin"] * 5, 2, marks=pytest.mark.exhaustive),
-        pytest.param(["journal"] * 5, 2, marks=pytest.mark.exhaustive),
+        exhaustive(["begin"] * 5, 2),
+        exhaustive(["journal"] * 5, 2),
     ],
     ids=str,
 )
@@ -104,8 +104,7 @@ def test_a_global_batch_is_that_of_a_run_without_losses(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "seconds", "stall_s"),
-    [(1, 20, 4.0), *(pytest.param(seed, 600, 1.0, marks=pytest.mark.exhaustive) for seed in (2, 3))],
+    ("seed", "seconds", "stall_s"), [(1, 20, 4.0), exhaustive(2, 600, 1.0), exhaustive(3, 600, 1.0)]
 )
 def test_random_faults_of_all_ranks_cost_no_step_and_no_sample(seed, seconds, stall_s, tmp_path) -> None:
     """Killed, stopped, ended by an exit code, an exception: rank 0 as well, on average each 4 s."""
@@ -197,9 +196,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "num_ranks"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.exhaustive)], ids=["shrunk", "grown"]
-)
+@pytest.mark.parametrize(("size", "num_ranks"), [(2, 1), exhaustive(3, 2)], ids=["shrunk", "grown"])
 def test_a_checkpoint_of_a_run_that_shrank_and_grew_goes_on_with_any_number_of_ranks(
     size, num_ranks, tmp_path
 ) -> None:
@@ -277,9 +274,7 @@ def test_a_new_process_that_comes_after_the_last_step_ends_with_code_0(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "powersgd" else pytest.mark.exhaustive) for name in HOOKS]
-)
+@pytest.mark.parametrize("name", [name if name == "powersgd" else exhaustive(name) for name in HOOKS])
 def test_a_new_process_has_what_a_hook_shares(name, tmp_path) -> None:
     order = {"strategy": {"ddp_comm_hook": HOOKS[name]}, "optimizer": "SGD"}
     ledger = replace(tmp_path, fault(1, "between buckets", 3), launcher=RUN, **order)
@@ -294,13 +289,7 @@ def test_a_new_process_has_what_a_hook_shares(name, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "diloco",
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("post_local_sgd", "slowmo", "hierarchical_sgd", "streaming_diloco")
-        ),
-    ],
+    ["diloco", *map(exhaustive, ("post_local_sgd", "slowmo", "hierarchical_sgd", "streaming_diloco"))],
 )
 def test_a_new_process_joins_local_training_at_a_round(name, tmp_path) -> None:
     """Rounds follow steps 5, 8 and so on. It has the outer state of the others from then on.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import user_script
-from harness import RUN, run_script, start_script
+from harness import RUN, run_script, slow, start_script
 from harness.ledger import fault, logged_rows, train
 from harness.scripts import ROOT, environment
 from test_launch import require_trained
@@ -218,10 +218,7 @@ ENDINGS = {
 LATER_ENDINGS = {"terminated", "handlers", "thread", "own hook", "pickles"}
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [pytest.param(name, marks=pytest.mark.slow if name in LATER_ENDINGS else ()) for name in ENDINGS],
-)
+@pytest.mark.parametrize("ending", [slow(name) if name in LATER_ENDINGS else name for name in ENDINGS])
 def test_a_program_that_starts_no_ranks_ends_as_under_python(tmp_path, ending) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDINGS[ending])

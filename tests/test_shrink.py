@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, store_elsewhere
+from harness import exhaustive, run_ranks, slow, store_elsewhere
 from harness.ledger import EPOCHS, SAMPLES, fault, hash_of, logged_rows, require_same, train
 from torch import nn
 
@@ -150,7 +150,7 @@ def test_the_others_go_on_without_a_rank_that_is_lost(how, tmp_path) -> None:
         assert num_steps == (6 if "max_steps" in how else 2 * 5)
 
 
-@pytest.mark.parametrize("fits", ["again", pytest.param("with another Trainer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fits", ["again", slow("with another Trainer")])
 def test_two_of_three_go_on_and_test_what_they_have_trained_and_no_other_fit_begins(fits, tmp_path) -> None:
     order = {"devices": 3, "faults": [fault(1, "forward", 3)], "tests": True, "fits": fits, "logs": True}
     ledger = train(tmp_path, refusal="ConfigurationError: on_failure: this script has lost", **order)
@@ -194,11 +194,7 @@ def test_the_others_go_on_at_the_step_that_was_interrupted(moment, place, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start_method", "place"),
-    [
-        ("spawn", 0),
-        ("fork", 0),
-        *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in (("spawn", 2), ("forkserver", 0))),
-    ],
+    [("spawn", 0), ("fork", 0), exhaustive("spawn", 2), exhaustive("forkserver", 0)],
 )
 def test_the_process_that_waits_for_its_ranks_gets_what_the_lowest_of_those_left_has(
     start_method, place, tmp_path
@@ -258,7 +254,7 @@ def test_two_that_are_killed_at_one_step_are_left_behind(moments, tmp_path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keeps", ["new", pytest.param("world", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("keeps", ["new", exhaustive("world")])
 def test_a_process_group_that_was_kept_from_before_is_refused(keeps, tmp_path) -> None:
     """The lost rank was a member of the second, and not of the first."""
     faults = [fault(2, "before the first bucket", 2)]
@@ -451,7 +447,7 @@ def test_local_training_goes_back_to_the_last_round_and_uses_each_sample_once(
         ("post_local_sgd", "validation", 6),
         ("diloco", "checkpoint", 4),
         ("slowmo", "forward", 5),
-        pytest.param("streaming_diloco", "checkpoint", 4, marks=pytest.mark.exhaustive),
+        exhaustive("streaming_diloco", "checkpoint", 4),
     ],
 )
 def test_a_round_ends_where_the_ranks_agree_for_validation_or_a_checkpoint(

@@ -8,6 +8,7 @@ from functools import partialmethod
 from itertools import islice
 
 import pytest
+from harness import slow
 from simulation.__main__ import failure_of, shrink
 from simulation.explore import explore
 from simulation.plan import plan_of
@@ -30,7 +31,7 @@ def failures_of(seeds: Iterable[int], most: int = 3) -> list[str]:
     "seeds",
     [
         *(FIRST_TIER[half::2] for half in range(2)),
-        *(pytest.param(range(2000 + part, 20_000, 4), marks=pytest.mark.slow) for part in range(4)),
+        *(slow(range(2000 + part, 20_000, 4)) for part in range(4)),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import user_script
-from harness import RUN, TRAINS, RunningScript, free_port, run_script, start_script
+from harness import RUN, TRAINS, RunningScript, free_port, run_script, slow, start_script
 from user_script import STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.launch.step_stop import PREEMPTED
@@ -76,7 +76,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
         assert before | after == json.loads(undisturbed[f"finally-{r}"]["losses"])
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(RUN, marks=pytest.mark.slow)], ids=["python", "run"])
+@pytest.mark.parametrize("launcher", [(), slow(RUN)], ids=["python", "run"])
 def test_sigterm_to_a_lone_rank_ends_the_script_with_the_code_of_a_preempted_job(launcher, tmp_path) -> None:
     arguments = order(tmp_path, trainer={"devices": 1}, pause="fit")
     with start_script(SCRIPT, arguments, launcher=launcher) as run:
@@ -87,7 +87,7 @@ def test_sigterm_to_a_lone_rank_ends_the_script_with_the_code_of_a_preempted_job
     assert read_notes(tmp_path)["on_exception-0"]["kind"] == "SIGTERMException"
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", slow("spawn")])
 def test_sigterm_to_a_rank_that_is_a_function_ends_the_script_as_it_does_elsewhere(
     tmp_path, start_method
 ) -> None:
@@ -129,10 +129,7 @@ trainer(max_steps=2000).fit(Stopped())
 """
 
 
-@pytest.mark.parametrize(
-    ("handler", "times"),
-    [("default", 0), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("own", "passes on"))],
-)
+@pytest.mark.parametrize(("handler", "times"), [("default", 0), slow("own", 1), slow("passes on", 1)])
 def test_sigterm_stops_a_second_fit_whichever_handler_the_script_has_set_before_it(handler, times) -> None:
     """And however many batches each rank has predicted before it."""
     result = run_script(FITS_TWICE, [handler], timeout_s=TIMEOUT_S)

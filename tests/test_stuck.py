@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import user_script
-from harness import RUN, TRAINS, run_script, run_threads, start_script
+from harness import RUN, TRAINS, exhaustive, run_script, run_threads, slow, start_script
 from torch import nn
 from user_script import order, read_notes, wait_for_notes
 
@@ -480,9 +480,9 @@ def test_a_rank_that_leaves_the_path_ends_the_run_with_the_sentence(tmp_path) ->
     ("fault", "moment", "victim", "strategy"),
     [
         ("log", "validation", 0, "custom_ddp"),
-        pytest.param("barrier", "forward", 1, "custom_ddp", marks=pytest.mark.slow),
-        pytest.param("barrier", "forward", 0, "custom_ddp", marks=pytest.mark.slow),
-        pytest.param("log", "validation", 1, "custom_ddp_spawn", marks=pytest.mark.slow),
+        slow("barrier", "forward", 1, "custom_ddp"),
+        slow("barrier", "forward", 0, "custom_ddp"),
+        slow("log", "validation", 1, "custom_ddp_spawn"),
     ],
 )
 def test_a_collective_that_one_rank_alone_calls_is_named_with_the_others(
@@ -536,10 +536,10 @@ LINES = {"sum": "sum(itertools.repeat(0))", "expression": 're.match(r"(a+)+$", "
     ("launcher", "rank", "how", "is_asked_to_stop"),
     [
         ((), 0, "sum", False),
-        pytest.param((), 1, "expression", False, marks=pytest.mark.exhaustive),
-        pytest.param((), 1, "sum", True, marks=pytest.mark.slow),
-        pytest.param(RUN, 0, "expression", False, marks=pytest.mark.slow),
-        pytest.param(RUN, 1, "sum", False, marks=pytest.mark.exhaustive),
+        exhaustive((), 1, "expression", False),
+        slow((), 1, "sum", True),
+        slow(RUN, 0, "expression", False),
+        exhaustive(RUN, 1, "sum", False),
     ],
 )
 def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(
@@ -570,11 +570,7 @@ def test_a_rank_that_holds_its_interpreter_is_ended_by_its_own_timer(
 
 @pytest.mark.parametrize(
     ("launcher", "rank"),
-    [
-        ((), 0),
-        pytest.param(RUN, 1, marks=pytest.mark.slow),
-        *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in [((), 1), (RUN, 0)]),
-    ],
+    [((), 0), slow(RUN, 1), exhaustive((), 1), exhaustive(RUN, 0)],
 )
 def test_who_failed_is_told_last_where_a_survivor_holds_its_interpreter(tmp_path, launcher, rank) -> None:
     (tmp_path / f"hold{rank}").touch()

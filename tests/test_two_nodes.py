@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import user_script
-from harness import RUN, RunningScript, ScriptResult, start_script
+from harness import RUN, RunningScript, ScriptResult, exhaustive, slow, start_script
 from harness.ledger import SCRIPT, Ledger, fault, replacing
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, ip, losing, two_namespaces
 from user_script import order, read_notes, wait_for_notes
@@ -87,7 +87,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     [
         pytest.param({}, 2, id="python-2"),
         pytest.param({}, 3, id="python-3"),
-        *(pytest.param(UNDER_RUN, rank, marks=pytest.mark.slow, id=f"run-{rank}") for rank in (0, 2)),
+        *(slow(UNDER_RUN, rank, id=f"run-{rank}") for rank in (0, 2)),
     ],
     indirect=["nodes"],
 )
@@ -154,9 +154,7 @@ def start_node(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", [(), pytest.param(RUN, marks=pytest.mark.exhaustive)], ids=["python", "run"]
-)
+@pytest.mark.parametrize("launcher", [(), exhaustive(RUN)], ids=["python", "run"])
 def test_ranks_of_both_nodes_are_lost_and_the_others_go_on(launcher, tmp_path) -> None:
     """The last one is the launching process of the second node."""
     faults = [fault(3, "forward", 2, how="stop"), fault(1, "between buckets", 4), fault(2, "forward", 6)]
@@ -181,11 +179,7 @@ def test_ranks_of_both_nodes_are_lost_and_the_others_go_on(launcher, tmp_path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lost",
-    [{0, 1}, *(pytest.param({node}, marks=pytest.mark.exhaustive) for node in (1, 0))],
-    ids=["both", "second", "first"],
-)
+@pytest.mark.parametrize("lost", [{0, 1}, exhaustive({1}), exhaustive({0})], ids=["both", "second", "first"])
 def test_the_node_with_the_control_server_goes_on_when_the_link_is_cut_and_the_other_one_ends(
     lost, tmp_path
 ) -> None:
@@ -208,9 +202,7 @@ def test_the_node_with_the_control_server_goes_on_when_the_link_is_cut_and_the_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", [(), pytest.param(RUN, marks=pytest.mark.exhaustive)], ids=["python", "run"]
-)
+@pytest.mark.parametrize("launcher", [(), exhaustive(RUN)], ids=["python", "run"])
 def test_a_rank_of_another_node_is_replaced_by_the_launcher_there(launcher, tmp_path) -> None:
     """One that is killed; then the new one stands still, and the launcher kills it."""
     faults = [fault(3, "forward", 3), fault(3, "forward", None, generation=2, how="stop")]
@@ -255,7 +247,7 @@ def leave(node: int, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "how"),
-    [((), "signal"), ((), "command"), pytest.param(RUN, "signal", marks=pytest.mark.exhaustive)],
+    [((), "signal"), ((), "command"), exhaustive(RUN, "signal")],
     ids=["python, signal", "python, command", "run, signal"],
 )
 def test_a_node_leaves_and_the_others_go_on(launcher, how, tmp_path) -> None:

@@ -6,12 +6,17 @@ Python script as a user would. None of them leaves a process behind, and each ha
 """
 
 # ruff: noqa: F401 (what tests import from here)
+from functools import partial
+
+import pytest
+
 from harness.leftovers import ProcessLeftBehind
 from harness.machine import free_port, host_with
 from harness.outcomes import RankFailed, RankOutcome
 from harness.processes import run_ranks, run_ranks_outcomes, store_elsewhere
 from harness.scripts import (
     RUN,
+    TORCHRUN,
     TRAINS,
     RunningScript,
     ScriptFailed,
@@ -21,3 +26,6 @@ from harness.scripts import (
     start_script,
 )
 from harness.threads import on_ranks, run_threads, run_threads_outcomes
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)

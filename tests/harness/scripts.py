@@ -28,6 +28,7 @@ from harness.script_server import LONGEST_MESSAGE, TEMPLATE_NAME
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("-m", "lightning_ddp", "run")
 """The launcher of a script whose ranks are forks of a supervisor."""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TRAINS = """
 import gc, os, signal, sys, threading, time, weakref
 import pytorch_lightning as pl, torch
