@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-import user_script
 from harness import TORCHRUN, ScriptResult, exhaustive, run_script, start_script
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset
-from user_script import FAULT_STEP, STEPS, order, read_notes, wait_for_notes
+from user_script import FAULT_STEP, SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.activity import Interrupt
@@ -27,8 +26,6 @@ from lightning_ddp.errors import ConfigurationError, PeerFailure
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SCRIPT = Path(user_script.__file__)
 
 
 def run_user(folder: Path, launcher: Any = (), **more: Any) -> ScriptResult:

@@ -8,7 +8,7 @@ import signal
 import site
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 from harness import RUN, RunningScript, start_script
 from harness.engine_script import NUM_SAMPLES
-from harness.ledger import SCRIPT, Ledger, replacing
+from harness.ledger import Ledger, replacing, start_node
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
 from harness.scripts import ROOT, environment
 
@@ -24,10 +24,6 @@ SCRIPTS = ROOT / "tests" / "harness"
 PORT = "29512"
 MASTER = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
 BOTH = {"devices": 2, "num_nodes": 2}
-
-
-def by_hand(node: int) -> dict[str, str]:
-    return {**MASTER, "NODE_RANK": str(node)}
 
 
 def train_job(node: int) -> dict[str, str]:
@@ -146,39 +142,20 @@ def test_each_way_of_starting_two_nodes_trains_each_sample_once(way: str, tmp_pa
     assert all(note["weights"] == notes[0]["weights"] for note in notes)
 
 
-@contextlib.contextmanager
-def pods(
-    folder: Path, variables: Callable[[int], dict[str, str]], launcher: tuple[str, ...], **order: Any
-) -> Iterator[Any]:
-    """Start a node, with its process group as the pod."""
-
-    def start(node: int) -> contextlib.AbstractContextManager[RunningScript]:
-        given = {"folder": str(folder), "devices": 2, **order}
-        env = {**variables(node), "GLOO_SOCKET_IFNAME": INTERFACES[node]}
-        return start_script(SCRIPT, [json.dumps(given)], env, namespace=NAMESPACES[node], launcher=launcher)
-
-    with two_namespaces():
-        yield start
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("namespaces")
 @pytest.mark.parametrize(
     ("variables", "launcher"),
-    [(train_job, RUN), (slurm, RUN), (by_hand, ())],
+    [(train_job, RUN), (slurm, RUN), (lambda node: None, ())],
     ids=["TrainJob", "SLURM", "python"],
 )
 def test_a_pod_that_is_killed_comes_back_by_the_same_command(
-    variables: Callable[[int], dict[str, str]], launcher: tuple[str, ...], tmp_path: Path
+    variables: Callable[[int], dict[str, str] | None], launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
-    order = replacing(2, plain=True)
-    if variables is by_hand:
-        order["trainer"]["num_nodes"] = 2
-    with (
-        pods(tmp_path, variables, launcher, **order) as start,
-        start(0) as first,
-        contextlib.ExitStack() as stack,
-    ):
+    def start(node: int) -> contextlib.AbstractContextManager[RunningScript]:
+        return start_node(node, tmp_path, launcher, variables(node), **replacing(2, plain=True))
+
+    with two_namespaces(), start(0) as first, contextlib.ExitStack() as stack:
         with start(1) as second:
             first.wait_until(lambda: 3 in Ledger(tmp_path).by_step())
             for process in second.processes():

@@ -25,10 +25,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import user_script
 from harness import RUN, TORCHRUN, TRAINS, ScriptResult, last_screen, run_script, slow, start_script
 from test_hydra import starts
-from user_script import ALL, STEPS, order, read_notes, wait_for_notes
+from user_script import ALL, SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.comm import group
 from lightning_ddp.encoding import mean, side_stream
@@ -41,7 +40,6 @@ from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.protocol import Failed, Hello, pack
 
-SCRIPT = Path(user_script.__file__)
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
 MOMENTS = ("sanity", "forward", "backward", "optimizer", "validation", "checkpoint", "loader", "teardown")
 LAUNCHERS: dict[str, tuple[str, ...]] = {"python": (), "run": RUN}

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import user_script
-from harness import RUN, TRAINS, ScriptResult, free_port, run_script, slow, start_script
+from harness import RUN, TRAINS, free_port, run_script, slow, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
-from user_script import STEPS, order, read_notes, wait_for_notes
+from user_script import SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import job_context as contexts
@@ -36,12 +35,6 @@ from lightning_ddp.supervise.settings import SupervisionSettings
 DEADLINE_S = 180.0
 LONGEST_END_S = 60.0
 """Where a rank is to end at once; after `failure_grace_s` it would in any case."""
-SCRIPT = Path(user_script.__file__)
-
-
-def train(folder: Path, *args: str, **more: Any) -> ScriptResult:
-    """Runs a user's program that trains one epoch on two ranks."""
-    return run_script(SCRIPT, [*order(folder), *args], timeout_s=DEADLINE_S, **more)
 
 
 def require_trained(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
@@ -55,7 +48,7 @@ def require_trained(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
 
 
 def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(tmp_path) -> None:
-    train(tmp_path, "--x", "a b").check()
+    run_script(SCRIPT, [*order(tmp_path), "--x", "a b"], timeout_s=DEADLINE_S).check()
     ends = require_trained(tmp_path)
     assert [end["arguments"] for end in ends] == [["--x", "a b"]] * 2
     assert {end["port"] for end in ends} != {"29500"}
@@ -783,7 +776,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("strategy", ["custom_ddp_notebook", slow("custom_ddp_spawn")])
 def test_nothing_of_a_fit_stays_in_a_process_that_only_waits_for_the_ranks(strategy) -> None:
-    env = {"PYTHONPATH": str(Path(user_script.__file__).parent)}
+    env = {"PYTHONPATH": str(SCRIPT.parent)}
     result = run_script(STATES, [strategy], env, timeout_s=DEADLINE_S).check()
     before, *after = json.loads(result.stdout.partition("STATES ")[2].splitlines()[0])
     for state in after:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from harness import RUN, RunningScript, slow, start_script
-from harness.namespaces import ADDRESSES, ADDRESSES_6, INTERFACES, NAMESPACES, two_namespaces
+from harness.namespaces import ADDRESSES, ADDRESSES_6, INTERFACES, NAMESPACES, by_hand, two_namespaces
 from test_hydra import TESTS, Node, Note, Run, starts
 
 TRAIN = TESTS / "hydra_app" / "train.py"
@@ -100,7 +100,7 @@ def test_a_launcher_on_each_node_trains_what_one_node_does(network, single_node,
         Node(
             launcher=launcher,
             namespace=NAMESPACES[node],
-            env={"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(node)},
+            env=by_hand(node),
             cwd=f"disk {node}",
         )
         for node in range(2)

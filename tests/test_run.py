@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import user_script
 from harness import RUN, run_script, slow, start_script
 from harness.ledger import fault, logged_rows, train
 from harness.scripts import ROOT, environment
 from test_launch import require_trained
-from user_script import order, read_notes, wait_for_notes
+from user_script import SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.__main__ import main
 from lightning_ddp.launch.step_stop import PREEMPTED
 from lightning_ddp.telemetry.timeline import load_folder
 
-SCRIPT = Path(user_script.__file__)
 DEADLINE_S = 240.0
 
 
@@ -267,7 +265,7 @@ def test_sigterm_to_the_supervisor_stops_all_ranks_at_one_step(tmp_path) -> None
         assert script.wait(DEADLINE_S).returncode == PREEMPTED
     notes = read_notes(tmp_path)
     assert [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)] == ["SIGTERMException"] * 2
-    assert notes["finally-0"]["step"] == notes["finally-1"]["step"] < user_script.STEPS
+    assert notes["finally-0"]["step"] == notes["finally-1"]["step"] < STEPS
     assert "sigterm-1" not in notes, "rank 0 alone got it, and told the other one"
 
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-import user_script
 from harness import RUN, TRAINS, RunningScript, free_port, run_script, slow, start_script
-from user_script import STEPS, order, read_notes, wait_for_notes
+from user_script import SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.launch.step_stop import PREEMPTED
 
-SCRIPT = Path(user_script.__file__)
 TIMEOUT_S = 120.0
 SOON_S = 30.0  # 2 s is what is promised, on a machine that is not busy; less than any grace period
 LONG_S = 60.0

@@ -10,15 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import user_script
 from harness import RUN, TRAINS, exhaustive, run_script, run_threads, slow, start_script
 from torch import nn
-from user_script import order, read_notes, wait_for_notes
+from user_script import SCRIPT, order, read_notes, wait_for_notes
 
 from lightning_ddp import BucketedDDP, comm
 from lightning_ddp.comm.activity import Activity, Interrupt, Lane
@@ -448,7 +446,6 @@ def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
 # ---------------------------------------------------------------------- a Trainer with two processes
 
 
-SCRIPT = Path(user_script.__file__)
 POWERSGD = {"name": "powersgd", "start_step": 2, "rank": 1, "min_compression": 1}
 AVERAGING = {"name": "post_local_sgd", "start_step": 4, "period": 2}
 

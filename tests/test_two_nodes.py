@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import user_script
 from harness import RUN, RunningScript, ScriptResult, exhaustive, slow, start_script
-from harness.ledger import SCRIPT, Ledger, fault, replacing
-from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, ip, losing, two_namespaces
-from user_script import order, read_notes, wait_for_notes
+from harness.ledger import Ledger, fault, replacing, start_node
+from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, by_hand, ip, losing, two_namespaces
+from user_script import SCRIPT, order, read_notes, wait_for_notes
 
 HEARTBEAT_S = 4.0
 """Where it is what finds out; else the default: a busy machine may let a process rest for long."""
@@ -26,16 +24,6 @@ UNDER_RUN = {"launcher": RUN}
 SHORT_HEARTBEAT = pytest.mark.parametrize(
     "nodes", [{"heartbeat_timeout_s": HEARTBEAT_S}], ids=[""], indirect=True
 )
-
-
-def variables_of(node: int) -> dict[str, str]:
-    """What a launcher on it needs."""
-    return {
-        "MASTER_ADDR": ADDRESSES[0],
-        "MASTER_PORT": "29511",
-        "NODE_RANK": str(node),
-        "GLOO_SOCKET_IFNAME": INTERFACES[node],
-    }
 
 
 class Nodes:
@@ -76,8 +64,8 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
                 strategy={"failure_grace_s": 60.0, **options},
                 trainer={"num_nodes": 2, "max_epochs": -1, "limit_val_batches": 0},
             )
-            path = Path(user_script.__file__)
-            script = start_script(path, arguments, variables_of(node), namespace=namespace, launcher=launcher)
+            env = {**by_hand(node), "GLOO_SOCKET_IFNAME": INTERFACES[node]}
+            script = start_script(SCRIPT, arguments, env, namespace=namespace, launcher=launcher)
             launchers.append(stack.enter_context(script))
         yield Nodes(tmp_path, launchers)
 
@@ -136,21 +124,9 @@ def shrinking(
     folder: Path, launcher: tuple[str, ...] = (), **order: Any
 ) -> Iterator[tuple[RunningScript, RunningScript]]:
     """A run of two nodes with two ranks each, which go on when some are lost."""
-    with (
-        two_namespaces(),
-        start_node(0, folder, launcher, **order) as first,
-        start_node(1, folder, launcher, **order) as second,
-    ):
-        yield first, second
-
-
-def start_node(
-    node: int, folder: Path, launcher: tuple[str, ...] = (), **order: Any
-) -> contextlib.AbstractContextManager[RunningScript]:
-    """The program of the run on one node."""
-    order = {"folder": str(folder), "devices": 2, **order, "trainer": {"num_nodes": 2, **order["trainer"]}}
-    where = {"namespace": NAMESPACES[node], "launcher": launcher}
-    return start_script(SCRIPT, [json.dumps(order)], variables_of(node), **where)
+    first, second = (start_node(node, folder, launcher, **order) for node in range(2))
+    with two_namespaces(), first as of_first, second as of_second:
+        yield of_first, of_second
 
 
 @pytest.mark.slow
@@ -240,7 +216,7 @@ def leave(node: int, *words: str) -> subprocess.CompletedProcess[str]:
     """`python -m lightning_ddp leave`, called on a node."""
     enter = ("ip", "netns", "exec", NAMESPACES[node])
     command = [*enter, sys.executable, "-m", "lightning_ddp", "leave", *words]
-    env = {**os.environ, **variables_of(node)}
+    env = {**os.environ, **by_hand(node)}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from harness import RunningScript
 
 warnings.filterwarnings("ignore")
+SCRIPT = Path(__file__)
 STEPS = 12
 ALL = -2
 """As a rank that something happens to: all ranks."""

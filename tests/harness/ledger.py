@@ -7,14 +7,16 @@ import hashlib
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from harness.scripts import start_script
+from harness.namespaces import INTERFACES, NAMESPACES, by_hand
+from harness.scripts import RunningScript, start_script
 
 SCRIPT = Path(__file__).with_name("shrink_script.py")
 SAMPLES, EPOCHS = 96, 2
@@ -67,6 +69,20 @@ def train(
         assert result.returncode == (code if refusal is None else 1), script.output()
         assert refusal is None or refusal in script.output()
     return Ledger(folder, result.stderr)
+
+
+def start_node(
+    node: int,
+    folder: Path,
+    launcher: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    **order: Any,
+) -> AbstractContextManager[RunningScript]:
+    """Start the script on one of two nodes, by hand if no variables of an engine are given."""
+    num_nodes = {"num_nodes": 2} if variables is None else {}
+    order = {"folder": str(folder), "devices": 2, **order, "trainer": {**num_nodes, **order["trainer"]}}
+    env = {**(variables or by_hand(node)), "GLOO_SOCKET_IFNAME": INTERFACES[node]}
+    return start_script(SCRIPT, [json.dumps(order)], env, namespace=NAMESPACES[node], launcher=launcher)
 
 
 def replacing(num_generations: int, **order: Any) -> dict[str, Any]:
