@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -91,8 +90,8 @@ class Job:
     def members(self) -> tuple[int, ...]:
         return tuple(process.place for process in self.state.roster.remaining)
 
-    def say(self, process: Process) -> None:
-        report = self._ranks[process].news(Where)
+    def say(self, process: Process, count: int = 0, *, is_due: bool = False) -> None:
+        report = self._ranks[process].news(lambda: Where(count=count), is_due=is_due)
         if report is not None:
             self.state.reported(process, report, self.now)
 
@@ -508,11 +507,9 @@ def test_all_ranks_stop_after_the_greatest_position_that_they_say_when_they_are_
     job.go()
     assert job.state.phase is JobPhase.HOLDING
     assert [job.rank(place).look() for place in range(3)] == [Passage.WAIT, Passage.WAIT, Passage.GO]
-    report = job.rank(2).news(Where, is_due=True)  # it has not heard of this
-    assert report is not None
-    job.state.reported(job.member(2), report, job.now)
+    job.say(job.member(2), is_due=True)  # it has not heard of this
     job.go()
-    assert (job.state.phase, report.position) == (JobPhase.HOLDING, 7)
+    assert (job.state.phase, job.member(2).report.position) == (JobPhase.HOLDING, 7)
     job.rank(2).look()
     job.deaf = set()
     job._follow(job.member(2), job.last_order(2))
@@ -525,7 +522,9 @@ def test_all_ranks_stop_after_the_greatest_position_that_they_say_when_they_are_
     assert job.last_order(0).wish == STOP, "the first signal counts"
 
 
-def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failure() -> None:
+@pytest.mark.parametrize("num_batches", [0, 11], ids=["it is stuck", "it comes from a long validation"])
+def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failure(num_batches) -> None:
+    """It is waited for while it makes progress."""
     job = Job(3, recovery=None)
     job.deaf = {2}
     job.ask(0, STOP)
@@ -533,33 +532,21 @@ def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failur
     job.rank(2).hear(job.last_order(2))  # by the thread of its channel: the main one trains on
     job.say(job.member(2))
     job.go()
-    assert job.state.phase is JobPhase.STOPPING
-    assert job.state.deadline(job.now) == GRACE_S
-    job.go(GRACE_S)
-    (record,) = [action.record for action in job.done if isinstance(action, Accuse)]
-    assert record.rank == 2
-    assert "rank(s) 2 did not reach the next step boundary" in record.message
-    assert "made no progress for failure_grace_s=30 s" in record.message
-    assert job.state.deadline(job.now) is None
-
-
-def test_a_rank_that_is_long_on_its_way_to_the_boundary_is_waited_for_while_it_makes_progress() -> None:
-    job = Job(3, recovery=None)
-    job.deaf = {2}
-    job.ask(0, STOP)
-    job.go()
-    job.rank(2).hear(job.last_order(2))
-    for count in range(1, 12):  # batches of a validation, of 10 s each
+    for count in range(1, 1 + num_batches):
         job.go(10.0)
-        report = job.rank(2).news(lambda: Where(count=count), is_due=True)  # noqa: B023 (called at once)
-        assert report is not None
-        job.state.reported(job.member(2), report, job.now)
+        job.say(job.member(2), count, is_due=True)
         job.go()
     assert job.state.phase is JobPhase.STOPPING
     job.go(GRACE_S - 0.1)
     assert not job.done
+    assert job.state.deadline(job.now) == 10.0 * num_batches + GRACE_S
     job.go(0.2)
-    assert [type(action) for action in job.done] == [Accuse]
+    (action,) = job.done
+    assert isinstance(action, Accuse)
+    assert action.record.rank == 2
+    assert "rank(s) 2 did not reach the next step boundary" in action.record.message
+    assert "made no progress for failure_grace_s=30 s" in action.record.message
+    assert job.state.deadline(job.now) is None
 
 
 @pytest.mark.parametrize("is_asked", [False, True], ids=["before", "while it is asked"])
@@ -670,28 +657,25 @@ def test_a_start_is_asked_for_again_with_its_number_and_only_that_one_may_come()
     assert job.starts() == []
 
 
-def test_a_second_process_of_a_rank_is_refused_also_before_all_have_come() -> None:
+@pytest.mark.parametrize(
+    "rank",
+    [0, 1, 2],
+    ids=["of one that is there", "of one that has ended before it came", "that the run has not"],
+)
+def test_a_process_without_a_place_is_refused_before_all_have_come(rank) -> None:
     state = JobState(2, SupervisionSettings())
-    for pid in (1, 2):
-        who = Identity(rank=0, node_rank=0, host="h", pid=pid)
-        with pytest.raises(ProtocolError) if pid == 2 else nullcontext():
-            state.connected(who, 0.0, is_launcher=False)
+    state.connected(Identity(rank=0, node_rank=0, host="h", pid=2), 0.0, is_launcher=False)
+    state.exited(FailureRecord(rank=1, node_rank=0, pid=1, message="exited", exit_code=1), 0.0)
+    with pytest.raises(ProtocolError, match=f"there is no place for rank {rank}"):
+        state.connected(Identity(rank=rank, node_rank=0, host="h", pid=1), 0.0, is_launcher=False)
     state.tick(0.0)
     assert not state.has_met
 
 
-@pytest.mark.parametrize("rank", [1, 2], ids=["of one that has ended before it came", "that the run has not"])
-def test_a_process_without_a_place_is_refused_before_all_have_come(rank) -> None:
-    state = JobState(2, SupervisionSettings())
-    state.exited(FailureRecord(rank=1, node_rank=0, pid=1, message="exited", exit_code=1), 0.0)
-    with pytest.raises(ProtocolError, match=f"there is no place for rank {rank}"):
-        state.connected(Identity(rank=rank, node_rank=0, host="h", pid=1), 0.0, is_launcher=False)
-
-
 @pytest.mark.parametrize(
     ("other", "is_launcher"),
-    [({"node_rank": 1}, False), ({"start": 0}, True), ({"start": 2}, False), ({"rank": 0}, False)],
-    ids=["another node", "a launcher on the first node", "another start", "a place that is taken"],
+    [({"node_rank": 1}, False), ({"start": 0}, True), ({"rank": 0}, False)],
+    ids=["another node", "a launcher on the first node", "a place that is taken"],
 )
 def test_only_the_process_that_was_asked_for_may_replace_a_lost_one_and_once(other, is_launcher) -> None:
     job = Job(2, ReplaceSettings())
@@ -724,20 +708,6 @@ def test_a_node_that_is_back_may_join_unasked_where_ranks_are_replaced_and_nobod
 
 def report_of(state: RankState, *, is_due: bool = False) -> Report | None:
     return state.news(lambda: Where(count=state.position % 2**32), is_due=is_due)
-
-
-def test_all_members_have_one_order_of_a_number_that_grows() -> None:
-    job = Job(3)
-    for place in (2, 1):
-        job.lose(place)
-    by_order: dict[int, set[int]] = {}
-    for send in job.sent:
-        by_order.setdefault(send.order.number, set()).add(id(send.order))
-    assert all(len(objects) == 1 for objects in by_order.values())
-    numbers = [send.order.number for send in job.sent if send.process.place == 0]
-    assert numbers == sorted(set(numbers))
-    tasks = [send.order.task for send in job.sent if send.process.place == 0]
-    assert tasks == [Task.RUN, *[Task.RECOVER, Task.ENTER, Task.RUN] * 2]
 
 
 def test_a_process_that_changes_its_class_is_sent_an_order_that_is_newer_than_its_last() -> None:
@@ -877,9 +847,7 @@ def test_a_report_is_answered_again_where_its_rank_may_miss_the_server_or_an_ord
             assert [send.order.task for send in job.sent] == [Task.RECOVER]
         for _ in range(2):
             job.now += 1.0
-            report = job.rank(1).news(Where, is_due=True)
-            assert report is not None
-            job.state.reported(process, report, job.now)
+            job.say(process, is_due=True)
             job.go()
         assert len(job.sent) == (3 if is_deaf else 2 if answers else 0)
         assert len({id(send.order) for send in job.sent}) <= 1
