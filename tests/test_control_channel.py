@@ -685,35 +685,32 @@ def test_a_stranger_is_hung_up_on_and_changes_nothing(kind) -> None:
         assert verdict_of(run.watches[0]).rank == 1
 
 
-def test_a_process_of_another_version_is_told_so_and_refused() -> None:
+@pytest.mark.parametrize(
+    ("rank", "version", "words"),
+    [
+        (
+            1,
+            VERSION + 1,
+            f"it speaks version {VERSION + 1} of the control protocol, and the server version {VERSION}."
+            " Install the same lightning_ddp",
+        ),
+        (0, VERSION, "there is no place for rank 0: check NODE_RANK"),
+    ],
+    ids=["another version", "no place"],
+)
+def test_a_first_process_that_the_run_cannot_have_is_told_so_and_refused(rank, version, words) -> None:
     with running(2) as run, connected(run) as other:
         run.connect(0)
-        who = Identity(rank=1, node_rank=0, host="h", pid=1)
-        other.sendall(pack(Hello(TOKEN, who, version=VERSION + 1)))
+        who = Identity(rank=rank, node_rank=0, host="h", pid=2)
+        other.sendall(pack(Hello(TOKEN, who, version=version)))
         data = b""
         while received := other.recv(65536):
             data += received
         (told,) = Unpacker().feed(data)
         assert isinstance(told, Failure)
-        assert told.record.rank == 1
-        assert f"it speaks version {VERSION + 1} of the control protocol" in told.record.message
-        assert f"the server version {VERSION}. Install the same lightning_ddp" in told.record.message
+        assert told.record.rank == rank
+        assert told.record.message.startswith(words)
         assert run.watches[0].who_is_here() == [0]
-        assert run.server.first_failure is None
-
-
-@pytest.mark.parametrize("rank", [1, 9])
-def test_a_first_process_without_a_place_is_told_so_and_refused(rank) -> None:
-    with running(2) as run, connected(run) as other:
-        run.connect_all()
-        other.sendall(hello(rank, pid=2))
-        data = b""
-        while received := other.recv(65536):
-            data += received
-        (told,) = Unpacker().feed(data)
-        assert isinstance(told, Failure)
-        assert told.record.message.startswith(f"there is no place for rank {rank}: check NODE_RANK")
-        assert run.watches[0].who_is_here() == [0, 1]
         assert run.server.first_failure is None
 
 
