@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import RUN, RunningScript, start_script
+from harness import RUN, RunningScript, srun, start_script
 from harness.engine_script import NUM_SAMPLES
 from harness.ledger import Ledger, replacing, start_node
 from harness.namespaces import ADDRESSES, INTERFACES, NAMESPACES, two_namespaces
@@ -66,19 +66,7 @@ def skypilot(node: int) -> dict[str, str]:
 
 def slurm(node: int, local_rank: int | None = None) -> dict[str, str]:
     """One task of srun: the node, or one of two ranks there."""
-    tasks = 1 if local_rank is None else 2
-    return {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NNODES": "2",
-        "SLURM_NODEID": str(node),
-        "SLURM_NODELIST": "10.197.31.[1-2]",
-        "SLURM_NTASKS": str(2 * tasks),
-        "SLURM_NTASKS_PER_NODE": str(tasks),
-        "SLURM_PROCID": str(tasks * node + (local_rank or 0)),
-        "SLURM_LOCALID": str(local_rank or 0),
-        "SLURM_STEP_ID": "0",
-    }
+    return srun(2, 1 if local_rank is None else 2, node, local_rank or 0, "10.197.31.[1-2]")
 
 
 def torchrun(node: int) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+from harness import srun
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lightning_ddp.errors import ConfigurationError
@@ -36,17 +37,7 @@ BY_HEAD = {**SKYPILOT, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "0"}
 SLURM_TASK = {**HAND, "LIGHTNING_DDP_NODES": "2 SLURM_NNODES"}
 """As `run` leaves it."""
-
-SRUN = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_NNODES": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_NODELIST": "gpu-[1-2]",
-    "SLURM_NTASKS": "2",
-    "SLURM_NTASKS_PER_NODE": "1",
-    "SLURM_STEP_ID": "0",
-}
+SRUN = srun(2, 1, node=1, nodes="gpu-[1-2]")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN, RunningScript, slow, start_script
+from harness import RUN, RunningScript, slow, srun, start_script
 from harness.namespaces import ADDRESSES, ADDRESSES_6, INTERFACES, NAMESPACES, by_hand, two_namespaces
 from test_hydra import TESTS, Node, Note, Run, starts
 
@@ -260,17 +260,6 @@ def test_pods_of_kubeflow_are_joined(network, tmp_path) -> None:
 
 
 MASTER = {"MASTER_ADDR": NOBODY, "MASTER_PORT": str(PORT)}
-THREE_TASKS = {
-    "SLURM_NTASKS": "3",
-    "SLURM_NNODES": "1",
-    "SLURM_NTASKS_PER_NODE": "3",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NODELIST": "localhost",
-    "SLURM_JOB_ID": "1",
-    "SLURM_JOB_NAME": "train",
-}
 WRONG = {
     "no node rank": (MASTER, 2, ["num_nodes=2, but NODE_RANK is not set", "NODE_RANK=0 on the node"]),
     "address of another node": (
@@ -292,7 +281,7 @@ WRONG = {
         ],
     ),
     "tasks of slurm": (
-        THREE_TASKS,
+        srun(1, 3),
         1,
         [
             "SLURM has started 3 tasks (SLURM_NTASKS) on 1 node (SLURM_NNODES)",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RUN, TRAINS, RunningScript, free_port, run_script, slow, start_script
+from harness import RUN, TRAINS, RunningScript, free_port, run_script, slow, srun, start_script
 from user_script import SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.launch.step_stop import PREEMPTED
@@ -208,21 +208,12 @@ def test_slurms_signal_to_one_rank_stops_all_saves_and_requeues_the_job_once(tmp
     scontrol = tools / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
     scontrol.chmod(0o755)
-    variables = {
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "localhost",
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NAME": "train",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PATH": f"{tools}:{os.environ['PATH']}",
-    }
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables["PATH"] = f"{tools}:{os.environ['PATH']}"
     with contextlib.ExitStack() as stack:
         runs = []
         for rank in range(2):
-            env = {**variables, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            env = {**variables, **srun(1, 2, local_rank=rank)}
             runs.append(stack.enter_context(start_script(SCRIPT, order(tmp_path, pause="fit"), env)))
         pids = wait_until_ready(runs[0], tmp_path)
         os.kill(pids[1], signal.SIGUSR1)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from harness.leftovers import ProcessLeftBehind
-from harness.machine import free_port, host_with
+from harness.machine import free_port, host_with, srun
 from harness.outcomes import RankFailed, RankOutcome
 from harness.processes import run_ranks, run_ranks_outcomes, store_elsewhere
 from harness.scripts import (

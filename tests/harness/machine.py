@@ -1,4 +1,4 @@
-"""Ports of this machine that are free, and machines with another number of processors than this one."""
+"""Ports of this machine that are free, and what a process is told of other machines: processors, tasks."""
 
 import os
 import socket
@@ -17,6 +17,24 @@ def host_with(num_processors: int) -> Iterator[None]:
         yield
     finally:
         hosts._processors = real
+
+
+def srun(
+    num_nodes: int, tasks_per_node: int, node: int = 0, local_rank: int = 0, nodes: str = "localhost"
+) -> dict[str, str]:
+    """The variables of a task that SLURM has started."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NNODES": str(num_nodes),
+        "SLURM_NODEID": str(node),
+        "SLURM_NODELIST": nodes,
+        "SLURM_NTASKS": str(num_nodes * tasks_per_node),
+        "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
+        "SLURM_PROCID": str(tasks_per_node * node + local_rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_STEP_ID": "0",
+    }
 
 
 def free_port() -> int:
