@@ -223,16 +223,12 @@ def test_a_checkpoint_of_a_run_that_shrank_and_grew_goes_on_with_any_number_of_r
 @pytest.mark.slow
 def test_rank_0_is_replaced_as_well_and_who_sends_the_state_may_die(tmp_path) -> None:
     """Under `run` it ends with code 0; the lowest that is left dies as it sends its state to a new one."""
-    trainer = {"log_every_n_steps": 1}
     # both may join in the fourth generation, or one in the fifth
-    order = {"dies_sending": 1, "until_generation": 4, "logs": True, "trainer": trainer}
+    order = {"dies_sending": 1, "until_generation": 4}
     ledger = replace(tmp_path, fault(0, "forward", 3, how="exit"), launcher=RUN, **order)
     ledger.check_members(3)
     assert (tmp_path / "sending").exists()
     assert {tuple(entry["lost"]) for entry in ledger.of("changes", 2)} >= {(0,)}
-    steps = [int(row["step"]) for row in logged_rows(tmp_path) if row["loss_step"]]
-    assert steps == sorted(steps)
-    assert len(steps) <= len(set(steps)) + 2, "of the step in which rank 0 was lost"
 
 
 @pytest.mark.slow
