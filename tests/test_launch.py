@@ -336,16 +336,15 @@ def test_after_a_run_nothing_keeps_its_trainer_alive_and_a_lone_rank_has_no_thre
     assert devices > 1 or "left: ['MainThread'] []" in result.stdout
 
 
-BEFORE_THEY_MEET = """
+BEFORE_THEY_MEET = f"""
 import os, sys, time
 from pathlib import Path
 if os.environ.get("LOCAL_RANK", "0") == "1":
     Path(sys.argv[1], "begun").touch()
     time.sleep(600)
-import pytorch_lightning as pl, lightning_ddp
-from pytorch_lightning.demos.boring_classes import BoringModel
+{TRAINS}
 Path(sys.argv[1], "first").write_text(str(os.getpid()))
-pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, logger=False).fit(BoringModel())
+trainer(max_steps=1).fit(BoringModel())
 """
 
 
@@ -415,21 +414,19 @@ def test_a_single_process_that_leaves_ends_the_run() -> None:
     assert "PeerFailure: rank 0 (" in result.stderr
 
 
-LEAVES_NOTHING = """
-import atexit, gc, multiprocessing, os, sys, tempfile
+LEAVES_NOTHING = f"""
+import atexit, gc, multiprocessing, os, tempfile
 tempfile.tempdir = None  # where this is a fork, that of another process
 
 def tell_what_is_walked():  # registered first, called last
     is_started, is_worker = multiprocessing.parent_process(), multiprocessing.current_process().daemon
     kind = "worker" if is_worker else "rank" if is_started else "main"
-    os.write(1, f"{kind} walks {len(gc.get_objects())} and not {gc.get_freeze_count()}\\n".encode())
+    os.write(1, f"{{kind}} walks {{len(gc.get_objects())}} and not {{gc.get_freeze_count()}}\\n".encode())
 
 atexit.register(tell_what_is_walked)
-import torch
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset
+{TRAINS}
+from pytorch_lightning.demos.boring_classes import RandomDataset
 from pytorch_lightning.plugins import TorchCheckpointIO
-import lightning_ddp
 
 class Data(RandomDataset):
     def __getitem__(self, index):
@@ -444,13 +441,10 @@ class Full(TorchCheckpointIO):
             raise OSError("no space left on device")
 
 if __name__ == "__main__":
-    trainer = pl.Trainer(
-        strategy=lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Full()), devices=2,
-        accelerator="cpu", max_epochs=1, limit_val_batches=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )
+    strategy = lightning_ddp.CustomDDPStrategy(start_method=sys.argv[1], checkpoint_io=Full())
+    data = torch.utils.data.DataLoader(Data(32, 24), 2, num_workers=int(sys.argv[3]))
     try:
-        trainer.fit(BoringModel(), torch.utils.data.DataLoader(Data(32, 24), 2, num_workers=int(sys.argv[3])))
+        trainer(strategy, max_epochs=1).fit(BoringModel(), data)
         print("fitted", flush=True)
     except lightning_ddp.PeerFailure as failure:
         print("caught", failure.exception_type, flush=True)
