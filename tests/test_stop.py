@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import RUN, TRAINS, RunningScript, free_port, run_script, slow, srun, start_script
+from harness import RUN, TRAINS, RunningScript, ScriptResult, free_port, run_script, slow, srun, start_script
 from user_script import SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.launch.step_stop import PREEMPTED
@@ -38,29 +38,40 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, pause: str, grace_s: float = LONG_S) -> Iterator[tuple[RunningScript, list[int]]]:
-    """A run whose ranks all wait in `pause`, and their process ids."""
-    with start_script(SCRIPT, order(folder, pause=pause, strategy={"failure_grace_s": grace_s})) as run:
+def started(folder: Path, grace_s: float = LONG_S) -> Iterator[tuple[RunningScript, list[int]]]:
+    """A run whose ranks all wait, and their process ids."""
+    with start_script(SCRIPT, order(folder, pause="fit", strategy={"failure_grace_s": grace_s})) as run:
         yield run, wait_until_ready(run, folder)
 
 
-def wait_until_ready(run: RunningScript, folder: Path) -> list[int]:
-    """Process id of each rank, once both have paused."""
-    names = ["ready-0", "ready-1"]
+def wait_until_ready(run: RunningScript, folder: Path, num_ranks: int = 2) -> list[int]:
+    """Process id of each rank, once all have paused."""
+    names = [f"ready-{rank}" for rank in range(num_ranks)]
     notes = wait_for_notes(run, folder, names)
     return [notes[name]["pid"] for name in names]
+
+
+def stop(
+    folder: Path, rank: int, launcher: Sequence[str] = (), num_ranks: int = 2, pause: str = "fit", **more: Any
+) -> ScriptResult:
+    """A run of which one rank gets SIGTERM while all wait, and whose ranks all stop for that."""
+    arguments = order(folder, pause=pause, trainer={"devices": num_ranks}, **more)
+    with start_script(SCRIPT, arguments, launcher=launcher) as run:
+        os.kill(wait_until_ready(run, folder, num_ranks)[rank], signal.SIGTERM)
+        (folder / "go").touch()
+        result = run.wait(TIMEOUT_S)
+    assert result.returncode == PREEMPTED
+    notes = read_notes(folder)
+    assert [notes[f"on_exception-{r}"]["kind"] for r in range(num_ranks)] == ["SIGTERMException"] * num_ranks
+    return result
 
 
 @pytest.mark.parametrize(("moment", "rank"), [("fit", 0), ("validation", 1)])
 def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
     undisturbed, tmp_path, moment, rank
 ) -> None:
-    with started(tmp_path, moment) as (run, pids):
-        os.kill(pids[rank], signal.SIGTERM)
-        (tmp_path / "go").touch()
-        assert run.wait(TIMEOUT_S).returncode == PREEMPTED
+    stop(tmp_path, rank, pause=moment, strategy={"failure_grace_s": LONG_S})
     notes = read_notes(tmp_path)
-    assert [notes[f"on_exception-{r}"]["kind"] for r in range(2)] == ["SIGTERMException"] * 2
     (step,) = {notes[f"finally-{r}"]["step"] for r in range(2)}
     assert 4 <= step < STEPS, "stopped before the end"
 
@@ -76,28 +87,15 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
 
 @pytest.mark.parametrize("launcher", [(), slow(RUN)], ids=["python", "run"])
 def test_sigterm_to_a_lone_rank_ends_the_script_with_the_code_of_a_preempted_job(launcher, tmp_path) -> None:
-    arguments = order(tmp_path, trainer={"devices": 1}, pause="fit")
-    with start_script(SCRIPT, arguments, launcher=launcher) as run:
-        pid = wait_for_notes(run, tmp_path, ["ready-0"])["ready-0"]["pid"]
-        os.kill(pid, signal.SIGTERM)
-        (tmp_path / "go").touch()
-        assert run.wait(TIMEOUT_S).returncode == PREEMPTED
-    assert read_notes(tmp_path)["on_exception-0"]["kind"] == "SIGTERMException"
+    stop(tmp_path, 0, launcher, num_ranks=1)
 
 
 @pytest.mark.parametrize("start_method", ["fork", slow("spawn")])
 def test_sigterm_to_a_rank_that_is_a_function_ends_the_script_as_it_does_elsewhere(
     tmp_path, start_method
 ) -> None:
-    arguments = order(tmp_path, pause="fit", strategy={"start_method": start_method})
-    with start_script(SCRIPT, arguments) as run:
-        os.kill(wait_until_ready(run, tmp_path)[1], signal.SIGTERM)
-        (tmp_path / "go").touch()
-        result = run.wait(TIMEOUT_S)
-    assert result.returncode == PREEMPTED
-    notes = read_notes(tmp_path)
-    assert [notes[f"on_exception-{rank}"]["kind"] for rank in range(2)] == ["SIGTERMException"] * 2
-    assert "trained-0" not in notes, "stopped before the end"
+    result = stop(tmp_path, 1, strategy={"start_method": start_method})
+    assert "trained-0" not in read_notes(tmp_path), "stopped before the end"
     assert "PeerFailure" not in result.stderr
 
 
@@ -137,7 +135,7 @@ def test_sigterm_stops_a_second_fit_whichever_handler_the_script_has_set_before_
 
 
 def test_a_second_sigterm_ends_the_process_at_once(tmp_path) -> None:
-    with started(tmp_path, "fit") as (run, pids):
+    with started(tmp_path) as (run, pids):
         os.kill(pids[1], signal.SIGTERM)
         wait_for_notes(run, tmp_path, ["sigterm-1"])  # a second one would merge with a pending one
         os.kill(pids[1], signal.SIGTERM)
@@ -148,7 +146,7 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path) -> None:
 
 
 def test_ctrl_c_twice_means_now(tmp_path) -> None:
-    with started(tmp_path, "fit") as (run, _):
+    with started(tmp_path) as (run, _):
         (tmp_path / "hang").touch()
         os.killpg(run.pid, signal.SIGINT)
         wait_for_notes(run, tmp_path, ["hanging-0", "hanging-1"])
@@ -165,7 +163,7 @@ def test_ctrl_c_twice_means_now(tmp_path) -> None:
 
 @pytest.mark.parametrize("whom", ["all", "launcher"])
 def test_ctrl_c_ends_all_soon(tmp_path, whom) -> None:
-    with started(tmp_path, "fit") as (run, pids):
+    with started(tmp_path) as (run, pids):
         begin = time.monotonic()
         if whom == "all":  # what a terminal does
             os.killpg(run.pid, signal.SIGINT)
@@ -186,7 +184,7 @@ def test_ctrl_c_ends_all_soon(tmp_path, whom) -> None:
 
 def test_a_process_that_does_not_end_within_the_grace_period_is_ended_with_its_stacks(tmp_path) -> None:
     (tmp_path / "hang").touch()
-    with started(tmp_path, "fit", grace_s=GRACE_S) as (run, pids):
+    with started(tmp_path, GRACE_S) as (run, pids):
         begin = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         result = run.wait(TIMEOUT_S)
