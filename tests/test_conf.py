@@ -23,7 +23,7 @@ from test_reference import ON_FAILURE, REPLICA_CHECK, SET_BY_THE_TRAINER, option
 import lightning_ddp
 from lightning_ddp._lightning import lightnings
 from lightning_ddp.averaging import averager_options, parse_averager
-from lightning_ddp.hooks import hook_options, parse_hook, register_hook
+from lightning_ddp.hooks import hook_options, parse_hook
 from lightning_ddp.supervise.settings import parse_on_failure
 from lightning_ddp.variants import BUILTIN, variant_arguments
 
@@ -169,12 +169,6 @@ def test_an_override_is_an_argument_of_the_strategy(overrides, argument, expecte
     lightning_ddp.CustomDDPStrategy(**{argument: expected})
     found, meant = constructed
     assert found[argument] == meant[argument]
-
-
-def test_a_registered_hook_is_chosen_by_its_name(monkeypatch):
-    monkeypatch.setattr("lightning_ddp.hooks._registered", {})
-    register_hook("mine", print)
-    assert strategy_of("strategy.ddp_comm_hook=mine")._communication._function is print
 
 
 def test_the_groups_can_be_placed_below_other_keys_and_taken_by_their_long_names():
