@@ -11,12 +11,8 @@ import torch
 from given_gradients import Run, random_grads
 from harness import on_ranks, run_script, run_threads
 from harness.communication_script import RESUMED, Network, loader
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
 
-from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.group import Group
 from lightning_ddp.communication import Communication, rank_file
 from lightning_ddp.errors import ConfigurationError
@@ -24,7 +20,7 @@ from lightning_ddp.errors import ConfigurationError
 pytestmark = pytest.mark.xdist_group("communication_trainer")  # they share what the fixtures make
 SCRIPT = Path(__file__).parent / "harness" / "communication_script.py"
 CPU = torch.device("cpu")
-STATE = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=20)
+POWERSGD = {"name": "powersgd", "start_step": 0, "min_compression": 1}
 
 
 def run_case(case: str, folder: Path, *options: str) -> list[Any]:
@@ -65,30 +61,9 @@ def test_after_a_caught_failure_in_local_training_all_ranks_validate_the_model_o
         assert answer["validated"].equal(first["fitted"][None])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ddp_comm_hook": "bf17"}, r"unknown communication hook 'bf17'; did you mean"),
-        ({"ddp_comm_hook": "bf16", "ddp_comm_state": object()}, "ddp_comm_state has no effect with the hook"),
-        ({"model_averaging": "dilocco"}, "unknown averager 'dilocco'"),
-        ({"model_averaging": {"name": "slowmo", "x": 1}}, "'slowmo' has no option 'x'"),
-        (
-            {"ddp_comm_hook": post_localSGD_hook, "ddp_comm_state": STATE},
-            "PostLocalSGDState .* not supported",
-        ),
-    ],
-)
-def test_arguments_are_checked_when_the_strategy_is_made(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        CustomDDPStrategy(**arguments)
-
-
 @on_ranks(1)
 def test_momentum_is_not_applied_twice(group):
-    communication = Communication({"name": "topk", "momentum": 0.9})
-    run = Run(group, "noop")
-    run.model.reducer.set_hook(None, None)
-    communication.register(run.model, Group(group), CPU, node_size=1, loss_scale=lambda: 1.0)
+    run, communication = hooked(group, {"name": "topk", "momentum": 0.9})
     optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ConfigurationError, match="would both be applied"):
         communication.start(run.module, [optimizer], Group(group))
@@ -196,8 +171,8 @@ def saved_by_threads(folder: Path, world_size: int) -> list[dict[str, Any]]:
     return run_threads(rank_main, world_size)
 
 
-def hooked(group: Any) -> tuple[Run, Communication]:
-    communication = Communication({"name": "powersgd", "start_step": 0, "min_compression": 1})
+def hooked(group: Any, spec: Any = POWERSGD) -> tuple[Run, Communication]:
+    communication = Communication(spec)
     run = Run(group, "noop")
     run.model.reducer.set_hook(None, None)
     communication.register(run.model, Group(group), CPU, node_size=1, loss_scale=lambda: 1.0)

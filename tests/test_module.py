@@ -128,6 +128,12 @@ def test_after_teardown_the_module_is_on_its_own(rank, group) -> None:
         ({"param_to_hook_all_reduce": 1}, ConfigurationError, "param_to_hook_all_reduce are not supported"),
         ({"device_ids": [0]}, ConfigurationError, "but the module is on cpu"),
         ({"output_device": 1}, ConfigurationError, "but the module is on cpu"),
+        ({"transport": "tcp"}, ConfigurationError, "transport='tcp': expected 'auto', 'gloo'"),
+        (
+            {"module": nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))},
+            ConfigurationError,
+            "SyncBatchNorm layers only work with GPU modules.*'1'",
+        ),
         ({"module": nn.ReLU()}, UnsuitableModuleError, "ReLU has no parameter that requires a gradient"),
         ({"module": nn.LazyLinear(2)}, UnsuitableModuleError, "parameters: weight, bias"),
     ],

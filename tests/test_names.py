@@ -12,6 +12,7 @@ import torch
 from harness import run_script
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 
 import lightning_ddp
 from lightning_ddp import CustomDDPStrategy, available_variants, register_variant, variants
@@ -19,6 +20,7 @@ from lightning_ddp.__main__ import main
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.variants import BUILTIN
 
+LOCAL_SGD = local_sgd.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=20)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
@@ -136,12 +138,18 @@ def test_a_notebook_is_told_the_variant_for_notebooks(monkeypatch) -> None:
             "start_method='thread': expected 'popen', 'spawn', 'fork' or 'forkserver'",
         ),
         ({"ddp_comm_wrapper": lambda hook: hook}, "ddp_comm_wrapper wraps a hook"),
+        ({"ddp_comm_hook": "bf16", "ddp_comm_state": object()}, "ddp_comm_state has no effect with the hook"),
+        (
+            {"ddp_comm_hook": local_sgd.post_localSGD_hook, "ddp_comm_state": LOCAL_SGD},
+            "PostLocalSGDState .* not supported",
+        ),
         ({"model_averaging_period": 4}, "model_averaging_period are not supported"),
         ({"broadcast_buffers": "never"}, "broadcast_buffers='never': expected 'auto', True or False"),
         ({"process_group_backend": "glo"}, "unknown backend 'glo'; expected "),
         ({"timeout": "60"}, "timeout='60': expected a datetime.timedelta or seconds"),
         ({"stall_timeout": math.nan}, "stall_timeout=nan: expected a datetime.timedelta or seconds"),
         ({"failure_grace_s": None}, "failure_grace_s=None: expected a datetime.timedelta or seconds"),
+        ({"transport": "tcp"}, "transport='tcp': expected 'auto', 'gloo'"),
         ({"debug": "info"}, "debug='info': expected None or 'detail'"),
         ({"uneven_inputs": "joined"}, "uneven_inputs='joined': expected None, 'error' or 'join'"),
         ({"divide_by_initial_world_size": False}, "divide_by_initial_world_size=False needs uneven_inputs="),

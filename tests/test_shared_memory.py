@@ -28,7 +28,7 @@ from harness import host_with, on_ranks, run_ranks, run_ranks_outcomes, run_thre
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp import BucketedDDP
 from lightning_ddp.averaging import build_averager
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.group import Group
@@ -433,12 +433,3 @@ def test_ranks_without_enough_memory_use_gloo_all_alike_and_say_so_once() -> Non
     assert "over gloo instead of shared memory: rank 1: no 642048 bytes" in logged[0]
     assert not logged_by_second
     assert "Use 'auto'" in told
-
-
-# ---------------------------------------------------------------- what is asked for
-
-
-def test_an_unknown_transport_is_refused_by_wrapper_and_strategy() -> None:
-    for make in (BucketedDDP, CustomDDPStrategy):
-        with pytest.raises(ConfigurationError, match="transport='tcp': expected 'auto', 'gloo'"):
-            make(**({"module": nn.Linear(1, 1)} if make is BucketedDDP else {}), transport="tcp")

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import TRAINS, on_ranks, run_ranks, run_script, run_threads
+from harness import TRAINS, run_ranks, run_script, run_threads
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_ddp import BucketedDDP, CustomDDPStrategy
+from lightning_ddp import CustomDDPStrategy
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
@@ -80,13 +80,6 @@ def test_before_the_launch_collectives_do_nothing() -> None:
     assert strategy.all_gather(torch.ones(2)).tolist() == [1.0, 1.0]
     with pytest.raises(ConfigurationError, match="the process group does not exist yet"):
         strategy._setup_model(torch.nn.Linear(1, 1))
-
-
-@on_ranks(1)
-def test_sync_batchnorm_on_the_cpu_is_refused_with_the_layer(group) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
-    with pytest.raises(ConfigurationError, match=r"SyncBatchNorm layers only work with GPU modules.*'1'"):
-        BucketedDDP(module, process_group=group)
 
 
 def manual_gradients(rank, world_size, group, keeps):
