@@ -7,6 +7,7 @@ rtol 1e-5 of the largest element.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -520,8 +521,10 @@ def test_loading_says_what_it_cannot_keep(group):
 # ---------------------------------------------------------------- parameters that come later
 
 
-@pytest.mark.parametrize("way", ["new group", "unfrozen", "unfrozen early", "pruned"])
-@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(
+    ("way", "is_loaded"),
+    [*product(("new group", "unfrozen", "unfrozen early"), (False, True)), ("pruned", False)],
+)
 @pytest.mark.parametrize("spec", [*ALL, {"name": "hierarchical_sgd", "periods": {3: 2, 9: 0}}], ids=str)
 def test_a_parameter_that_is_trained_from_some_step_on_is_averaged_then(spec, way, is_loaded):
     """As with BaseFinetuning. A round that is undone may be repeated, and a checkpoint has all of it."""

@@ -154,8 +154,7 @@ def compressed_shapes(rank: int) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize("cap_mb", [25, ONE_EACH_MB])
-def test_powersgd_follows_the_paper(world_size, rank, cap_mb):
+def test_powersgd_follows_the_paper(world_size, rank):
     inputs = inputs_of(world_size)
     shapes = compressed_shapes(rank)
     assert "first" in shapes
@@ -171,7 +170,7 @@ def test_powersgd_follows_the_paper(world_size, rank, cap_mb):
         return [run.step(grads) for grads in inputs[run.hook.channel.rank]], run.state()
 
     expected, errors = reference_powersgd(inputs, start)
-    answers = reduce_steps(spec, [[] for _ in inputs], finish=run_from_known_factors, cap_mb=cap_mb)
+    answers = reduce_steps(spec, [[] for _ in inputs], finish=run_from_known_factors)
     for r, (_, (outputs, residuals)) in enumerate(answers):
         assert_all_close(outputs, expected, 1e-4)
         assert residuals.keys() == shapes.keys()
@@ -242,14 +241,11 @@ def reference_dgc(inputs, *, ratios, momentum, nesterov):
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-@pytest.mark.parametrize("cap_mb", [25, ONE_EACH_MB])
-def test_topk_follows_the_paper(world_size, momentum, nesterov, cap_mb):
+def test_topk_follows_the_paper(world_size, momentum, nesterov):
     inputs = inputs_of(world_size)
     spec = {"name": "topk", "ratio": 0.05, "momentum": momentum, "nesterov": nesterov}
     expected, us, vs = reference_dgc(inputs, ratios=[0.05] * 6, momentum=momentum, nesterov=nesterov)
-    answers = reduce_steps(
-        spec, inputs, finish=lambda run: (run.state(), run.state("velocity")), cap_mb=cap_mb
-    )
+    answers = reduce_steps(spec, inputs, finish=lambda run: (run.state(), run.state("velocity")))
     for r, (outputs, (residuals, velocities)) in enumerate(answers):
         assert_all_close(outputs, expected)
         for name in SHAPES:
@@ -379,7 +375,14 @@ def test_what_was_sent_is_what_came_in_less_the_residual(world_size, spec):
         assert_close(sent, came_in - residual)
 
 
-@pytest.mark.parametrize("spec", [s for s in REMEMBERING if "batched" not in str(s) and "int8" not in str(s)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(s for s in REMEMBERING if "batched" not in str(s) and "int8" not in str(s)),
+        {"name": "topk", "ratio": 0.05, "momentum": 0.9},
+    ],
+    ids=str,
+)
 def test_bucket_sizes_do_not_change_the_result(world_size, spec):
     """And neither does the rebuild after the first step, which these runs contain."""
     inputs = inputs_of(world_size)
