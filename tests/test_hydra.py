@@ -492,26 +492,6 @@ def test_a_script_with_the_compose_api_composes_the_same_on_all_ranks(tmp_path, 
     assert not run.folders("ranks")
 
 
-WITHOUT_HYDRA = """
-import os, sys
-import lightning_ddp
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-
-if __name__ == "__main__":
-    trainer = pl.Trainer(strategy="custom_ddp", accelerator="cpu", devices=2, max_steps=1, barebones=True)
-    trainer.fit(BoringModel())
-    imported = {"hydra", "omegaconf"} & set(sys.modules)
-    os.write(1, f"TRAINED {trainer.global_rank} {len(imported)}\\n".encode())  # one write: two ranks
-"""
-
-
-def test_hydra_is_not_imported_by_a_script_that_does_not_use_it(tmp_path) -> None:
-    run = Run(tmp_path, WITHOUT_HYDRA).check()
-    lines = run.result.stdout.splitlines()
-    assert sorted(line for line in lines if "TRAINED" in line) == ["TRAINED 0 0", "TRAINED 1 0"]
-
-
 TEMPLATE = {
     "app.py": """
 import sys

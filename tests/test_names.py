@@ -350,6 +350,7 @@ class Model(pl.LightningModule):
 
     def on_train_end(self):
         assert isinstance(self.trainer.strategy, lightning_ddp.CustomDDPStrategy)
+        assert not {"hydra", "omegaconf"} & set(sys.modules), "the script does not use them"
         weights = self.all_gather(self.layer.weight.detach())
         assert weights.shape[0] == 2 and torch.equal(weights[0], weights[1])
         roots = [root for root in ("lightning.pytorch", "pytorch_lightning") if root in sys.modules]
