@@ -97,10 +97,6 @@ def watched(monkeypatch) -> Any:
     made.watch.close()
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "lightning_ddp device watch"]
-
-
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not is_so():
@@ -187,7 +183,7 @@ def test_after_a_failure_and_after_the_end_nothing_is_asked_for(watched):
     watched.expect(look)
     assert has_looked.wait(DEADLINE_S)
     watched.watch.close()
-    wait_until(lambda: not threads())
+    wait_until(lambda: "lightning_ddp device watch" not in {thread.name for thread in threading.enumerate()})
     assert watched.failures == [], "the run has failed already"
     num_events = len(watched.events)
     later = Waiting("later", time.monotonic(), None)

@@ -189,6 +189,15 @@ def test_the_all_reduce_is_judged_by_its_bandwidth_between_hosts(host, seconds, 
 # ---------------------------------------------------------------------- measuring
 
 
+def examined_by_two() -> list[dict[str, Any]]:
+    store, plan = dist.HashStore(), Plan(num_bytes=4096, timeout_s=10, interface="lo")
+
+    def work(rank: int, world_size: int, group: Any) -> dict[str, Any]:
+        return examine(store, plan, {}, rank=rank, local_rank=rank, world_size=world_size)
+
+    return run_threads(work, 2)
+
+
 def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
     """Here rank 0 of two has one: alone in NCCL it would wait for the other."""
     devices = {"backend": "nccl", "devices": ["A"]}
@@ -196,31 +205,20 @@ def test_gpus_are_measured_only_where_every_rank_has_one(monkeypatch):
         "lightning_ddp.tools.doctor.machine.gather_facts",
         lambda env, *, rank, local_rank: {**gather_facts(env, rank=rank, local_rank=local_rank), **devices},
     )
-    store = dist.HashStore()
-    plan = Plan(num_bytes=4096, timeout_s=10, interface="lo")
-
-    def work(rank: int, world_size: int, group: Any) -> Any:
-        return examine(store, plan, {}, rank=rank, local_rank=rank, world_size=world_size)
-
-    answers = run_threads(work, 2)
+    answers = examined_by_two()
     assert [a["measured_on"] for a in answers] == ["gloo", "gloo"]
     assert "rank 1 on" in text_of(diagnosis.check_answers(answers), "devices")
 
 
 def test_the_time_of_the_all_reduce_is_that_of_the_slowest_rank_on_all(monkeypatch):
-    all_reduce, store = machine._all_reduce, dist.HashStore()
+    all_reduce = machine._all_reduce
 
     def take_longer_on_rank_1(group: Any, *arguments: Any) -> float:
         all_reduce(group, *arguments)
         return 1.0 + group.rank()
 
     monkeypatch.setattr(machine, "_all_reduce", take_longer_on_rank_1)
-
-    def work(rank: int, world_size: int, group: Any) -> Any:
-        plan = Plan(num_bytes=4096, timeout_s=10, interface="lo")
-        return examine(store, plan, {}, rank=rank, local_rank=rank, world_size=world_size)
-
-    assert [answer["all_reduce"]["seconds"] for answer in run_threads(work, 2)] == [2.0, 2.0]
+    assert [answer["all_reduce"]["seconds"] for answer in examined_by_two()] == [2.0, 2.0]
 
 
 # ---------------------------------------------------------------------- the network, with deadlines

@@ -162,7 +162,6 @@ def _count_registered(rank: int, world_size: int, may_abort: bool) -> tuple[int,
     [
         ({}, False, True),
         ({}, True, False),
-        ({"DDP_DISABLE_COMM_MEM": "1"}, False, False),
         ({"SIMULATED_CUDA_MULTICAST": "0"}, False, False),
     ],
 )

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import host_with, on_ranks, run_ranks, run_ranks_outcomes, run_threads
+from models import filled
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -244,10 +245,7 @@ def with_hook(rank, group, spec, process_group) -> list[Tensor]:
 
 
 def with_averager(rank, group, spec, process_group) -> list[Tensor]:
-    module = nn.Linear(700, 900)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(values(0, p.numel(), torch.float32).view(p.shape))
+    module = filled(nn.Linear(700, 900))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     averager = build_averager(spec | {"period": 2}, module, [optimizer], group)
     for step in range(4):
