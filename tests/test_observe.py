@@ -249,12 +249,6 @@ def test_clocks_are_shifted_until_the_ends_of_collectives_agree(clock_ms) -> Non
     assert [late - early for early, late in zip(*readies, strict=True)] == [3 * MS, 3 * MS]
 
 
-def test_only_the_last_steps_are_shown_when_asked() -> None:
-    lanes = lanes_of(two_ranks(), num_steps=1)
-    assert {span.step for lane in lanes for span in lane.spans} == {2}
-    assert min(span.start_ns for lane in lanes for span in lane.spans) == 0
-
-
 def test_buckets_that_are_on_their_way_together_have_rows_of_their_own() -> None:
     step = step_of(0, (11, 11, 20), (12, 12, 25), (13, 13, 14), (21, 21, 30), start=0)
     (lane,) = lanes_of([recording_of(0, [step])], num_steps=1)
