@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import models
@@ -200,28 +201,29 @@ def test_forwards_without_gradients_change_nothing_while_others_have_run_out(cou
         assert_same(state, by_rank[0][1][1], "the model at the end")
 
 
-def joined_with_a_buffer_hook(rank, world_size, location, counts):
+def joined_with_a_buffer_hook(rank, world_size):
     def take_largest(_, buffers: dict[str, Tensor]) -> list[Any]:
         works = [dist.all_reduce(b, dist.ReduceOp.MAX, async_op=True) for b in buffers.values()]
         return [work.get_future() for work in works]
 
-    module = seeded("normed")
-    model = BucketedDDP(module, bucket_cap_mb=1e-6)
-    model.register_buffer_comm_hook(None, take_largest, location=location)
-    with model.join():
-        for step in range(counts[rank]):
-            module.norm.num_batches_tracked += rank
-            model(inputs(rank, step)).square().sum().backward()
-    return state_of(module), len(model.reducer.futures)
+    found = []
+    for location, counts in product(("before_forward", "after_forward"), BOTH_WAYS):
+        module = seeded("normed")
+        model = BucketedDDP(module, bucket_cap_mb=1e-6)
+        model.register_buffer_comm_hook(None, take_largest, location=location)
+        with model.join():
+            for step in range(counts[rank]):
+                module.norm.num_batches_tracked += rank
+                model(inputs(rank, step)).square().sum().backward()
+        found.append((state_of(module), len(model.reducer.futures)))
+    return found
 
 
-@pytest.mark.parametrize("location", ["before_forward", "after_forward"])
-@pytest.mark.parametrize("counts", BOTH_WAYS)
-def test_a_buffer_hook_runs_on_ranks_without_input_too(location, counts) -> None:
-    answers = run_ranks(joined_with_a_buffer_hook, 2, location, counts, timeout_s=20)
-    (state, _), (other, _) = answers
-    assert_same(other, state, "the model at the end")
-    assert [num_pending for _, num_pending in answers] == [0, 0]
+def test_a_buffer_hook_runs_on_ranks_without_input_too() -> None:
+    for found in zip(*run_ranks(joined_with_a_buffer_hook, 2, timeout_s=20), strict=True):
+        (state, num_pending), (other, num_pending_there) = found
+        assert_same(other, state, "the model at the end")
+        assert (num_pending, num_pending_there) == (0, 0)
 
 
 def switched_off(rank, world_size, counts):
