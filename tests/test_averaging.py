@@ -6,6 +6,7 @@ rtol 1e-5 of the largest element.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -41,17 +42,15 @@ def train(
     num_steps: int = NUM_STEPS,
     schedule: Callable[[int], float] = lambda step: LR,
     finish: Callable[[nn.Module, Averager], Any] = lambda module, averager: None,
-    grads: Callable[[int, int], Grads] = local_grads,
-    momentum: float = 0.0,
 ) -> list[tuple[list[Grads], Any]]:
     """Per rank: the parameters after each step, and `finish(module, averager)`."""
 
     def rank_main(rank: int, _: int, group: Any) -> tuple[list[Grads], Any]:
-        module, optimizer, averager = built(spec, group, momentum=momentum)
+        module, optimizer, averager = built(spec, group)
         trace = []
         for step in range(num_steps):
             optimizer.param_groups[0]["lr"] = schedule(step)
-            take_step(module, optimizer, averager, grads(rank, step), world_size, step, grads)
+            take_step(module, optimizer, averager, rank, world_size, step)
             trace.append({n: p.detach().clone() for n, p in module.named_parameters()})
         return trace, finish(module, averager)
 
@@ -66,12 +65,11 @@ def built(
     return module, optimizer, build_averager(spec, module, [optimizer], group)
 
 
-def take_step(module, optimizer, averager, own, world_size, step, grads) -> None:
+def take_step(module, optimizer, averager, rank, world_size, step) -> None:
     """What the reducer does while gradients are averaged is done here by hand."""
-    if averager.averages_gradients:
-        own = {n: mean([grads(r, step)[n] for r in range(world_size)]).float() for n in own}
+    ranks = range(world_size) if averager.averages_gradients else [rank]
     for name, parameter in module.named_parameters():
-        parameter.grad = own[name].clone() if name in own else None
+        parameter.grad = mean([local_grads(r, step)[name] for r in ranks]).float()
     optimizer.step()
     averager.step(optimizer)
 
@@ -332,8 +330,8 @@ def test_optimizer_state_is_kept_averaged_or_reset(policy):
                 # a parameter that rank 0 alone has used has no state on the other
                 parameter.grad = None if (name, rank) == ("bias", 1) else local_grads(rank, step)[name]
             optimizer.step()
-            before = {n: dict(optimizer.state.get(p, {})) for n, p in module.named_parameters()}
-            before = {n: {k: v.clone() for k, v in s.items()} for n, s in before.items()}
+            state = {n: optimizer.state.get(p, {}) for n, p in module.named_parameters()}
+            before = copy.deepcopy(state)
             averager.step(optimizer)
         after = {n: dict(optimizer.state.get(p, {})) for n, p in module.named_parameters()}
         return before, after
@@ -478,16 +476,13 @@ def test_complex_numbers_are_averaged_as_pairs_of_real_ones(rank, group, spec):
 @on_ranks(2)
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(rank, world_size, group, spec, stop):
     def go_on(run, steps):
-        module, optimizer, averager = run
         for step in steps:
-            take_step(module, optimizer, averager, local_grads(rank, step), world_size, step, local_grads)
+            take_step(*run, rank, world_size, step)
 
     first = built(spec, group, momentum=0.9)
     go_on(first, range(stop))
     first[2].agree()
-    saved = [{k: v.clone() for k, v in first[0].state_dict().items()}, first[1].state_dict()]
-    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
-    saved.append(first[2].state_dict())
+    saved = [*copy.deepcopy([first[0].state_dict(), first[1].state_dict()]), first[2].state_dict()]
     go_on(first, range(stop, 14))
     second = built(spec, group, momentum=0.9)
     second[0].load_state_dict(saved[0])
