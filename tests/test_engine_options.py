@@ -62,7 +62,8 @@ def goes_on_with_fewer(rank, world_size, wrap, with_hook):
         def average(state, bucket):  # torch wants its own annotations or none
             group = model.process_group
             scaled = bucket.buffer().div_(dist.get_world_size(group))
-            return dist.all_reduce(scaled, group=group, async_op=True).get_future().then(first)
+            work = dist.all_reduce(scaled, group=group, async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
 
         model.register_comm_hook(None, average)
     model(x_of(rank)).square().sum().backward()
@@ -77,10 +78,6 @@ def goes_on_with_fewer(rank, world_size, wrap, with_hook):
         model(x_of(rank, step)).square().sum().backward()
         seen.append(grads_of(module))
     return seen
-
-
-def first(future: Any) -> Tensor:
-    return future.value()[0]
 
 
 def test_after_a_rank_was_lost_the_others_average_over_fewer() -> None:
@@ -265,8 +262,6 @@ Pair = namedtuple("Pair", "left right")
 
 @dataclasses.dataclass
 class Outputs:
-    """A dataclass with containers in it."""
-
     loss: Tensor
     extra: dict[str, Any]
 

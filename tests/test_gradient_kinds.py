@@ -38,8 +38,6 @@ def steps_of(rank: int, _: int, wrap: Any, make: type[nn.Module], options: dict[
 
 
 class SparseText(nn.Module):
-    """A sparse embedding and a dense head."""
-
     kind: type[nn.Module] = nn.Embedding
 
     def __init__(self) -> None:
@@ -58,8 +56,6 @@ class SparseText(nn.Module):
 
 
 class SparseBags(SparseText):
-    """The embedding in bags."""
-
     kind = nn.EmbeddingBag
 
 

@@ -6,7 +6,8 @@ that one script can make many Trainers; the launches are shared by the tests of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,15 @@ def lightning(tmp_path_factory) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory) -> dict[str, Launch]:
-    """Launches of our strategy, each started when the first test asks for it."""
+def launched(tmp_path_factory) -> Callable[[str], Launch]:
+    """Launches our strategy when the first test asks for it."""
 
-    class Lazy(dict):
-        def __missing__(self, name: str) -> Launch:
-            launcher = TORCHRUN if name == "torchrun" else []
-            self[name] = launch("custom_ddp", CASES_BY_LAUNCH[name], tmp_path_factory.mktemp(name), launcher)
-            return self[name]
+    @functools.cache
+    def of(name: str) -> Launch:
+        launcher = TORCHRUN if name == "torchrun" else []
+        return launch("custom_ddp", CASES_BY_LAUNCH[name], tmp_path_factory.mktemp(name), launcher)
 
-    return Lazy()
+    return of
 
 
 def wrappers(script: ScriptResult, case: str) -> dict[int, set[str]]:
@@ -105,9 +105,9 @@ def test_the_cases_of_the_reference_differ(lightning):
 @pytest.mark.parametrize(
     ("name", "case"), [(name, case) for name, cases in CASES_BY_LAUNCH.items() for case in cases]
 )
-def test_results_equal_those_of_lightnings_ddp(name, case, launches, lightning):
-    ours, theirs = launches[name].result(case), lightning.result(case)
-    assert wrappers(launches[name].script, case) == {rank: {"BucketedDDP"} for rank in (0, 1)}
+def test_results_equal_those_of_lightnings_ddp(name, case, launched, lightning):
+    ours, theirs = launched(name).result(case), lightning.result(case)
+    assert wrappers(launched(name).script, case) == {rank: {"BucketedDDP"} for rank in (0, 1)}
     assert ours.keys() == theirs.keys()
     assert list(ours["state"]) == list(theirs["state"])
     different = [n for n, t in theirs["state"].items() if not torch.equal(ours["state"][n], t)]

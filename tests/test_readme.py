@@ -70,18 +70,12 @@ PYTHON_BLOCKS = [block for block in BLOCKS if block.language == "python"]
 COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.code.splitlines()]
 
 
-def table_under(page: str, heading: str) -> str:
-    """The rows of the first table of a page after a line that begins with `heading`."""
+def rows_of_table(page: str, heading: str) -> list[str]:
+    """The names in the first column of the first table after a line that begins with `heading`."""
     after = re.split(rf"^{re.escape(heading)}", PAGES[page], maxsplit=1, flags=re.MULTILINE)[1]
     table = re.search(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", after, re.MULTILINE)
     assert table, f"no table under {heading!r} in {page}"
-    return table[1]
-
-
-def rows_of_table(page: str, heading: str) -> list[str]:
-    """The names in the first column of that table."""
-    rows = table_under(page, heading).splitlines()
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    return [name for row in table[1].splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 
 def without_code(page: str) -> str:

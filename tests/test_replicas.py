@@ -34,8 +34,6 @@ class Pair(NamedTuple):
 
 
 class Scale(nn.Module):
-    """Multiplies by one weight."""
-
     def __init__(self, weight: float = 3.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([weight]))

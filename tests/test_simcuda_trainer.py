@@ -45,8 +45,6 @@ NUM_STEADY = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How a model is fitted."""
-
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of both Trainers."""
     strategy: dict[str, Any] = field(default_factory=dict)
