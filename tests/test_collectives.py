@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import namedtuple
 from typing import Any
 
@@ -15,7 +14,6 @@ from harness.toy_backend import ToyGroup
 
 from lightning_ddp import comm
 from lightning_ddp.comm import collectives
-from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.buffers import Buffers
@@ -297,63 +295,6 @@ def test_buffer_sync_finds_reassigned_buffers_and_keeps_versions(rank, process_g
 
 
 # ---------------------------------------------------------------------- waits
-
-
-def test_an_interrupt_ends_a_pending_wait_within_a_fifth_of_a_second() -> None:
-    seen = threading.Event()
-    times: dict[str, float] = {}
-
-    def rank_main(rank, world_size, process_group):
-        interrupt = Interrupt()
-        group = Group(process_group, interrupt)
-        tensor = torch.ones(3)
-        if rank == 1:
-            assert seen.wait(20)
-            group.wait(group.all_reduce(tensor), CPU)
-            return None
-
-        def fail() -> None:
-            times["set"] = time.monotonic()
-            assert interrupt.set(RuntimeError("rank 7 failed"))
-            assert not interrupt.set(RuntimeError("a later failure"))
-
-        work = group.all_reduce(tensor)
-        threading.Timer(0.3, fail).start()
-        with pytest.raises(RuntimeError, match="rank 7 failed"):
-            group.wait(work, CPU)
-        times["raised"] = time.monotonic()
-        seen.set()
-        Group(process_group).wait(work, CPU)
-        return tensor.tolist()
-
-    assert run_threads(rank_main, 2)[0] == [2.0, 2.0, 2.0]
-    assert times["raised"] - times["set"] < 0.2
-
-
-def test_a_wait_calls_back_in_every_slice() -> None:
-    enough = threading.Event()
-
-    def rank_main(rank, world_size, process_group):
-        group = Group(process_group)
-        tensor = torch.ones(1)
-        if rank == 1:
-            assert enough.wait(20)
-            group.wait(group.all_reduce(tensor), CPU)
-            return []
-        waited: list[float] = []
-
-        def on_slice(seconds: float) -> None:
-            waited.append(seconds)
-            if len(waited) == 4:
-                enough.set()
-
-        group.wait(group.all_reduce(tensor), CPU, on_slice)
-        return waited
-
-    waited = run_threads(rank_main, 2)[0]
-    assert len(waited) >= 4
-    assert waited == sorted(waited)
-    assert waited[0] >= 0.05
 
 
 @on_ranks(1)
