@@ -201,43 +201,6 @@ def test_ranks_that_all_repeat_reduce_what_they_hold(rank, process_group) -> Non
     assert value.item() == 1.5
 
 
-@on_ranks(2)
-def test_reductions_are_partial_only_inside_a_step_in_which_a_rank_repeats(rank, process_group) -> None:
-    lockstep = Lockstep(Group(process_group), CPU)
-    seen = []
-    for num_active in (2, 1):
-        lockstep.turn = Turn(is_replay=rank == 1 and num_active == 1, num_active=num_active)
-        seen.append(lockstep.is_partial)
-        with lockstep.step(nn.Linear(1, 1)):
-            seen.append(lockstep.is_partial)
-        seen.append(lockstep.is_partial)
-    assert seen == [False, False, False, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("is_replay", "over_all", "expected"),
-    [
-        (False, True, [3.0, 2.0]),
-        (False, False, [6.0, 4.0]),
-        (True, True, [0.0, 0.0]),
-        (True, False, [0.0, 0.0]),
-    ],
-)
-@on_ranks(2)
-def test_a_replay_adds_zeros_to_the_gradients_that_are_there(
-    process_group, is_replay, over_all, expected
-) -> None:
-    lockstep = Lockstep(Group(process_group), CPU, divide_by_initial_world_size=over_all)
-    weight = torch.tensor([1.0, 1.0], requires_grad=True)
-    weight.grad = torch.tensor([10.0, 20.0])
-    lockstep.turn = Turn(is_replay=is_replay, num_active=1)
-    loss = (weight * torch.tensor([3.0, 2.0])).sum()
-    scaled = lockstep.scale(loss)
-    assert scaled.item() == loss.item()
-    scaled.backward()
-    assert (weight.grad - torch.tensor([10.0, 20.0])).tolist() == expected
-
-
 @on_ranks(1)
 def test_a_replay_adds_zeros_also_when_the_loss_scale_is_not_finite(process_group) -> None:
     lockstep = Lockstep(Group(process_group), CPU)
