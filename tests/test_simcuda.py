@@ -404,18 +404,9 @@ def found(simulated_ranks, nccl):
     def trained(name: str) -> list[Comparison]:
         if nccl == "nccl2" and "quantization" in name:
             pytest.skip("its callback takes one tensor of all ranks, where nccl2 has one of each rank")
-        found = simulated_ranks.run(compare, SCENARIOS[name].world_size, name, timeout_s=120)
-        for rank, comparison in enumerate(found):
-            print(
-                f"{name}, rank {rank}: ours {_totals(comparison.ours)}, reference {_totals(comparison.torch)}"
-            )
-        return found
+        return simulated_ranks.run(compare, SCENARIOS[name].world_size, name, timeout_s=120)
 
     return trained
-
-
-def _totals(found: dict[str, Counter[str]]) -> str:
-    return " / ".join(f"{counter.total()} {kind}" for kind, counter in found.items())
 
 
 def check_allowed(name: str, kind: str, found: dict[str, Counter[str]]) -> None:
