@@ -227,21 +227,18 @@ def test_a_failure_elsewhere_interrupts_every_wait_with_its_own_error(rank, proc
         }.items()
     )
     waits = [barrier.wait, message.wait, partial(comm.monitored_barrier, group, timeout=20)]
-    labels, moments = [], []
+    labels = []
 
     def fail() -> None:
         wait_until_waiting(interrupt)
         labels.append(interrupt.activity.label)
-        moments.append(time.monotonic())
         interrupt.set(RuntimeError("rank 7 failed"))
 
     threading.Thread(target=fail).start()
     for wait in waits:
         with pytest.raises(RuntimeError, match=r"^rank 7 failed$"):
             wait()
-        moments.append(time.monotonic())
         assert not interrupt.set(RuntimeError("a later failure"))
-    assert moments[1] - moments[0] < 0.2
     event.set()
     interrupt.clear()  # so that nothing is left under way
     barrier.wait()
