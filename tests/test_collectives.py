@@ -17,6 +17,7 @@ from lightning_ddp.comm import collectives
 from lightning_ddp.comm.collectives import broadcast_coalesced
 from lightning_ddp.comm.group import Group
 from lightning_ddp.ddp.buffers import Buffers
+from lightning_ddp.encoding.side_stream import Channel
 from lightning_ddp.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -295,6 +296,20 @@ def test_buffer_sync_finds_reassigned_buffers_and_keeps_versions(rank, process_g
 
 
 # ---------------------------------------------------------------------- waits
+
+
+@on_ranks(2)
+def test_a_channel_whose_job_has_failed_runs_no_later_one(process_group) -> None:
+    channel = Channel(Group(process_group), CPU)
+    run: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("of the job")
+
+    for future in (channel.submit(fail), channel.submit(lambda: run.append(1))):
+        with pytest.raises(RuntimeError, match="ValueError: of the job"):
+            channel.wait(future)
+    assert run == []
 
 
 @on_ranks(1)

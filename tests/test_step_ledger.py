@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.demos.boring_classes import BoringModel
 
 from lightning_ddp.elastic import step_ledger
 from lightning_ddp.elastic.step_ledger import Cursor, StepLedger
@@ -169,3 +172,21 @@ def test_an_optimizer_step_of_a_batch_with_several_is_no_commit(ledger) -> None:
     assert not ledger.is_whole
     ledger.end_batch()
     assert (ledger.cursor, ledger.step) == (Cursor.COMMITTED, 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_saved_in_a_part_that_is_undone_stays_known(tmp_path) -> None:
+    saving, stopping = ModelCheckpoint(tmp_path), EarlyStopping("loss")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=0, limit_val_batches=0, callbacks=[saving, stopping], **quiet
+    )
+    trainer.fit(BoringModel())
+    mark = step_ledger.PhaseMark(trainer)
+    saving.best_model_path, stopping.wait_count = "later", 1
+    mark.restore()
+    assert (saving.best_model_path, stopping.wait_count) == ("", 0)
+    saving.best_model_path, stopping.wait_count = "later", 1
+    saving._last_global_step_saved += 1
+    mark.restore()
+    assert (saving.best_model_path, stopping.wait_count) == ("later", 0)
