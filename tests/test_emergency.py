@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from harness import TORCHRUN, ScriptResult, exhaustive, run_script, start_script
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset
 from user_script import FAULT_STEP, SCRIPT, STEPS, order, read_notes, wait_for_notes
@@ -293,6 +294,11 @@ def test_it_lies_beside_the_checkpoints_and_replaces_none_of_another_run(tmp_pat
         saved = stopped(tmp_path, Model("forward"), folder=None, callbacks=callbacks).saved
         assert saved == str(tmp_path / "emergency" / name)
     assert list(checkpoints.glob("*mergency*")) == []
+
+
+def test_it_is_there_at_once_though_other_checkpoints_are_written_in_a_thread(tmp_path) -> None:
+    saved = stopped(tmp_path, Model("forward"), plugins=[AsyncCheckpointIO()]).saved
+    assert list(tmp_path.glob("emergency-*")) == [Path(saved)]
 
 
 def test_half_a_step_is_not_saved(tmp_path, capsys) -> None:
