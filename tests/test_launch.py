@@ -527,6 +527,19 @@ def test_children_outlive_the_thread_that_has_started_them(tmp_path) -> None:
     assert [record.exit_code for record in ended] == [0]
 
 
+def test_a_replacement_that_is_asked_for_again_is_started_once_and_its_end_told_again(tmp_path) -> None:
+    children, ended = children_of(WITH_DEATH_SIGNAL, str(tmp_path))
+    children.start_all()
+    for _ in range(2):
+        children.start_again(1, 1)
+    assert len(children.procs) == 2
+    (tmp_path / "go").touch()
+    children.end(DEADLINE_S)
+    assert sorted(record.exit_code for record in ended) == [-signal.SIGKILL, 0]
+    children.start_again(1, 1)
+    assert [record.exit_code for record in ended[2:]] == [0]
+
+
 def test_children_unwind_when_the_launching_rank_of_a_job_in_the_background_fails(tmp_path) -> None:
     options = {"trainer": {"devices": 3}, "is_in_background": True}
     arguments = order(tmp_path, fault="exception", rank=0, **options)
