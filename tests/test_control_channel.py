@@ -577,6 +577,17 @@ def recover(*watches: ControlClient) -> None:
         watch.update(RankState.settle)
 
 
+def test_a_variable_that_was_set_twice_in_a_run_is_what_it_was_before(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ours = JobContext().control
+    ours.enter("fit")
+    for size in "32":
+        ours.set_while_running({"WORLD_SIZE": size})
+        assert os.environ["WORLD_SIZE"] == size
+    ours.leave()
+    assert os.environ["WORLD_SIZE"] == "4"
+
+
 @contextmanager
 def open_files(num: int) -> Iterator[None]:
     """A soft limit of so many open files."""

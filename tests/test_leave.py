@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN, exhaustive, slow
-from harness.ledger import SAMPLES, Entry, Ledger, fault, logged_rows, replacing, train
+from harness import RUN, exhaustive, slow, start_script
+from harness.ledger import SAMPLES, SCRIPT, Entry, Ledger, fault, logged_rows, replacing, train
 from test_shrink import STEP
 
 from lightning_ddp import CustomDDPStrategy
@@ -114,6 +117,20 @@ def test_all_stop_where_too_few_would_stay(tmp_path) -> None:
     assert ledger.of("changes") == []
     assert len({max(e["step"] for e in ledger.commits if e["place"] == place) for place in range(3)}) == 1
     assert "but fewer than min_world_size" in ledger.output
+
+
+@pytest.mark.slow
+def test_the_notice_to_the_supervisor_of_the_first_node_stops_all(tmp_path) -> None:
+    """Which holds what the other ranks need, so that its ranks cannot leave."""
+    order = {"folder": str(tmp_path), "devices": 3, "step_s": 0.1, "strategy": {"on_preemption": "leave"}}
+    order |= {"trainer": {"max_epochs": 999}}
+    with start_script(SCRIPT, [json.dumps(order)], launcher=RUN) as run:
+        run.wait_until(lambda: 3 in Ledger(tmp_path).by_step())
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait().returncode == PREEMPTED, run.output()
+    ledger = Ledger(tmp_path)
+    assert sorted(entry["place"] for entry in ledger.of("excepts")) == [0, 1, 2]
+    assert ledger.changes == []
 
 
 @pytest.mark.slow
