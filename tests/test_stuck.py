@@ -172,6 +172,27 @@ def test_a_rank_that_skips_a_collective_or_calls_another_one_is_told_apart() -> 
     ) in str(error)
 
 
+def test_a_group_without_rank_0_whose_ranks_wait_in_different_calls_is_told_soon(monkeypatch) -> None:
+    """It is asked again and again, as a call counts that a rank has waited in for a second."""
+    monkeypatch.setattr("lightning_ddp.comm.activity._LOOK_AFTER_S", 0.2)
+    interrupts: dict[int, Interrupt] = {}
+
+    def part(member: Member, rank: int) -> None:
+        interrupts[rank] = member.interrupt
+        pair = comm.sub_group(member.group, [1, 2], CPU)
+        if pair is None:
+            return
+        try:  # each waits for the other
+            pair.wait(pair.broadcast(torch.ones(1), src=1 - pair.rank), CPU)
+        finally:
+            interrupts[3 - rank].set(RuntimeError("the other one knows"))
+
+    first, second, third = play(part, 3)
+    assert first is None
+    assert isinstance(second, CollectiveMismatchError)
+    assert str(third) == "the other one knows"
+
+
 def test_a_rank_that_waits_for_one_that_has_come_to_the_end_is_told(monkeypatch) -> None:
     monkeypatch.setattr("lightning_ddp.supervise.client._LOOK_AGAIN_S", 0.2)
     failures = []

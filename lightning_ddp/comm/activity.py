@@ -23,7 +23,7 @@ _NUM_RECENT = 4
 _MOST_PENDING = 64
 _MOST_DIMENSIONS = 8
 _LOOK_AFTER_S = 5.0
-"""Age in seconds at which a wait checks whether the ranks wait for different collectives."""
+"""Age in seconds at which a wait first checks whether ranks wait for different collectives; then doubled."""
 
 
 class Entry(NamedTuple):
@@ -69,6 +69,8 @@ class Lane:
         self.ranks = tuple(ranks)
         self.number = 0
         self.recent: deque[Entry] = deque(maxlen=_NUM_RECENT)
+        self.next_check = 0, _LOOK_AFTER_S
+        """Number of a collective, and its age in seconds at which a wait for it asks all ranks again."""
         self._pending: dict[int, Entry] = {}
 
     def next(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None) -> Entry:
@@ -233,7 +235,6 @@ class Interrupt:
         self.may_abort = False
         """True if this process continues after an abort of its groups."""
         self.error: BaseException | None = None
-        self._looked_at: Entry | None = None
         self._lock = threading.Lock()
 
     def set(self, error: BaseException) -> bool:
@@ -265,8 +266,12 @@ class Interrupt:
         if is_over or waited_s >= supervisor.deadline_s:
             raise supervisor.explain(waiting)
         entry = waiting.entry
-        if waited_s < _LOOK_AFTER_S or entry is None or entry is self._looked_at:
+        if entry is None:
             return
-        self._looked_at = entry
+        number, age_s = entry.lane.next_check
+        age_s = age_s if number >= entry.number else _LOOK_AFTER_S
+        if waited_s < age_s:
+            return
+        entry.lane.next_check = entry.number, 2 * age_s
         if (error := supervisor.look(entry)) is not None:
             raise error
