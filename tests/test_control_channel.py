@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -356,6 +357,19 @@ def test_a_rank_stalls_only_when_all_have_come() -> None:
         assert run.server.first_failure is None
         run.connect(1)
         assert "no progress within stall_timeout=0.4 s" in verdict_of(first).message
+
+
+def test_a_process_that_was_stopped_itself_does_not_take_the_server_for_silent(monkeypatch) -> None:
+    stopped_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s)
+    monkeypatch.setattr("lightning_ddp.supervise.client.time", clock)
+    with running(2, stall_timeout_s=DEADLINE_S) as run:
+        run.connect_all()
+        watch = run.watches[0]
+        stopped_s = 10 * DEADLINE_S
+        while watch._heard_at < clock.monotonic() - DEADLINE_S and watch.failure is None:
+            watch.wait_for_order()
+        assert watch.failure is None
 
 
 @pytest.mark.parametrize(("timeout_s", "num_ranks"), [(20.0, 4), (20.0, 16_384), (0.4, 2)])

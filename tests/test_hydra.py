@@ -18,7 +18,7 @@ from harness import RUN, ScriptResult, run_script
 from harness.scripts import ROOT
 from omegaconf import OmegaConf
 
-from lightning_ddp.hydra_jobs.jobs import jobs, pack, unpack, withhold_files
+from lightning_ddp.hydra_jobs.jobs import Jobs, jobs, pack, unpack, withhold_files
 
 TESTS = ROOT / "tests"
 DEADLINE_S = 300.0
@@ -490,6 +490,16 @@ def test_a_script_with_the_compose_api_composes_the_same_on_all_ranks(tmp_path, 
     assert run.notes["fit-1"][0]["values"]["drawn"] != run.notes["fit-2"][0]["values"]["drawn"]
     assert run.notes["fit-1"][1]["pid"] == run.notes["fit-2"][1]["pid"]
     assert not run.folders("ranks")
+
+
+def test_compositions_after_a_launch_are_counted_from_that_launch_on() -> None:
+    """By which the ranks of each job ask for them."""
+    ours, keys = Jobs(), []
+    for _ in range(2):
+        ours.publish_to(lambda key, _: keys.append(key))
+        ours.composed("config", ["lr=1"], lambda: OmegaConf.create({"lr": 1}))
+        ours.publish_to(None)
+    assert keys[0] == keys[1]
 
 
 TEMPLATE = {

@@ -36,6 +36,7 @@ from lightning_ddp.supervise.processes import (
     ProcessState,
     Say,
     Send,
+    Slot,
     StartProcess,
     Unexplained,
 )
@@ -854,3 +855,15 @@ def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_onc
         control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), False), 0.0)
         control.decide(0.0)
     assert sent[-3:] == [1, 2, 0]
+
+
+def test_processes_that_fail_are_counted_in_a_row_alone() -> None:
+    slot = Slot()
+    for _ in range(4):
+        slot.ended(0.0)
+    late_s = slot.opens_at
+    slot.joined(5)
+    slot.lost(5 + STEPS_TO_FORGET, 100.0)
+    assert slot.opens_at == 100.0, "at once, as it has trained"
+    slot.ended(100.0)
+    assert 100.0 < slot.opens_at < 100.0 + late_s
