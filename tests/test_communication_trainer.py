@@ -197,6 +197,17 @@ def test_with_other_ranks_residuals_are_reset_and_the_rest_is_kept(tmp_path):
         assert errors == {}
 
 
+def test_a_copy_of_a_checkpoint_beside_it_finds_the_files_of_its_ranks(tmp_path):
+    checkpoint = saved_by_threads(tmp_path, 2)[0]
+
+    def rank_main(rank, _, group):
+        run, communication = hooked(group)
+        notes = communication.resume(checkpoint, tmp_path / "copy.ckpt", Group(group), [], torch.load)
+        return notes, run.state("error").keys()
+
+    assert run_threads(rank_main, 2) == [([], {"first", "second", "third"})] * 2
+
+
 def broken(file: Path, files: list[Path], what: str) -> str:
     """Breaks the file of a rank; returns the words that say so."""
     if what == "missing":
