@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -69,7 +70,7 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
     (1048576, 2097152)
     """
     sizes_mb = list(caps_mb or []) or [_DEFAULT_CAP_MB if cap_mb is None else cap_mb]
-    if not all(isinstance(size, (int, float)) and size > 0 for size in sizes_mb):
+    if not all(isinstance(size, Real) and size > 0 for size in sizes_mb):
         name = f"bucket_cap_mb_list={caps_mb}" if caps_mb else f"bucket_cap_mb={cap_mb!r}"
         raise ConfigurationError(f"{name}: expected sizes in MiB above 0")
     sizes = tuple(int(size * MIB) for size in sizes_mb)
