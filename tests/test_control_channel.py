@@ -666,16 +666,18 @@ def test_many_ranks_cost_little(num_ranks) -> None:
             server_s = time.process_time() - before
         finally:
             server.close()
+    before = time.process_time()
+    for number in range(num_ranks):
+        Unpacker().feed(hello(number, pid=number) + pack(report()))
+    once_s = time.process_time() - before
     (connected_s, connecting_s), (told_s, telling_s) = found["connected"], found["told"]
     print(
         f"\n{num_ranks:,} ranks: connected in {connected_s:.2f} s, told of a failure in {told_s:.2f} s; CPU"
-        f" time of the server {server_s:.2f} s, of the ranks {connecting_s:.2f} + {telling_s:.2f} s"
+        f" time of the server {server_s:.2f} s, of the ranks {connecting_s:.2f} + {telling_s:.2f} s; to pack"
+        f" and read what they say {once_s:.2f} s"
     )
     assert found["named"] == {num_ranks - 1}
-    # of the CPU, which other load on the machine does not change: on the clock it is less, on two processors
-    assert server_s + connecting_s < 5.0
-    assert telling_s < 2.0
-    assert server_s < 1.0 + num_ranks / 4_096, "quadratic, or a thread that polls"
+    assert server_s < 4 * once_s, "quadratic, or a thread that polls"
 
 
 # ---------------------------------------------------------------------- strangers
