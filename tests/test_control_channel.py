@@ -677,7 +677,7 @@ def test_many_ranks_cost_little(num_ranks) -> None:
         f" and read what they say {once_s:.2f} s"
     )
     assert found["named"] == {num_ranks - 1}
-    assert server_s < 4 * once_s, "quadratic, or a thread that polls"
+    assert server_s < 6 * once_s, "quadratic, or a thread that polls"
 
 
 # ---------------------------------------------------------------------- strangers

@@ -13,7 +13,7 @@ import re
 import struct
 import types
 import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
@@ -262,8 +262,8 @@ Outgoing = list[tuple[int, Message]]  # messages, and the rank of each
 
 def pack(message: Message) -> bytes:
     """Return a message as JSON bytes behind their length; raise `ProtocolError` above `LIMIT_BYTES`."""
-    values = {"kind": message.kind, **asdict(message)}  # type: ignore[call-overload]  # all are dataclasses
-    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+    values = {"kind": message.kind, **vars(message)}
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False, default=vars)  # of its dataclasses
     data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
     if len(data) > LIMIT_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes; the limit is {LIMIT_BYTES}")
@@ -338,7 +338,15 @@ def _read(kind: _Type, value: Any) -> Any:
     if origin is Annotated:
         return _read(parts[0], value[: parts[1]] if isinstance(value, str | list) else value)
     if origin == "fields" and type(value) is dict:
-        return hint(**dict(_read_field(name, part, value) for name, part in parts))
+        found = {}
+        for name, part in parts:
+            if name not in value:
+                raise ProtocolError(f" has no {name}")
+            try:
+                found[name] = _read(part, value[name])
+            except ProtocolError as error:
+                raise ProtocolError(f".{name}{error}") from None
+        return hint(**found)
     if origin is tuple and type(value) is list:
         if parts[-1][0] is ...:
             return tuple(_read(parts[0], part) for part in value)
@@ -351,12 +359,3 @@ def _read(kind: _Type, value: Any) -> Any:
     elif hint is float and type(value) in (int, float) and abs(value) < _LARGEST:
         return float(value)
     raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])
-
-
-def _read_field(name: str, kind: _Type, values: dict[str, Any]) -> tuple[str, Any]:
-    if name not in values:
-        raise ProtocolError(f" has no {name}")
-    try:
-        return name, _read(kind, values[name])
-    except ProtocolError as error:
-        raise ProtocolError(f".{name}{error}") from None
