@@ -566,7 +566,8 @@ def test_an_error_on_the_device_is_explained_by_a_recovery_that_is_over_when_its
             has_looked.set()
             assert may_look.wait(DEADLINE_S)
 
-        monkeypatch.setattr(recovery_client.time, "sleep", pause)
+        clock = SimpleNamespace(sleep=pause, monotonic=time.monotonic)
+        monkeypatch.setattr(recovery_client, "time", clock)
         found: list[bool] = []
         watching = threading.Thread(target=lambda: found.append(calls.is_call(error)), daemon=True)
         watching.start()
