@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -645,3 +646,18 @@ def test_a_process_shows_its_stack_whatever_it_does_and_lives(wait) -> None:
     assert stack is not None
     assert [line.rpartition(", in ")[2] for line in stack.splitlines()[::2]] == ["<module>", "wait_in_here"]
     assert stack_of(process.pid) is None
+
+
+def test_a_stopped_process_is_not_asked_for_its_stack() -> None:
+    command = [sys.executable, "-c", SHOWS_ITS_STACK.replace("{wait}", "sys.stdin.read()")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert stack_of(process.pid) is None
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        finally:
+            process.kill()
+    assert re.findall(r"(?:SigPnd|ShdPnd):\s*(\w+)", status) == ["0" * 16] * 2, "a signal that waits for it"

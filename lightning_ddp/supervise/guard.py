@@ -148,6 +148,9 @@ def stack_of(pid: int) -> str | None:
     """Return the Python stack of another process's main thread on this host as text; None if unavailable."""
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):  # it has ended
+        with open(f"/proc/{pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] in "Tt":  # stopped: it runs no handler
+                return None
         for name in os.listdir(folder):
             with suppress(OSError):  # a file that it has closed
                 if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_STACK}"):
@@ -161,7 +164,7 @@ def _ask(pid: int, file: TextIO) -> str | None:
 
     file.seek(0, os.SEEK_END)
     os.kill(pid, _stack_signal())
-    text, deadline = "", time.monotonic() + _STACK_WAIT_S  # longer only if it is stopped
+    text, deadline = "", time.monotonic() + _STACK_WAIT_S
     while time.monotonic() < deadline:
         time.sleep(_STACK_POLL_S)
         more = file.read()
