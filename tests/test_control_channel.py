@@ -119,6 +119,23 @@ def test_messages_survive_any_cut_of_the_stream() -> None:
         assert received == messages
 
 
+def test_a_field_with_its_default_is_not_sent_but_the_version_is() -> None:
+    who, wish = Identity(rank=0, node_rank=0, host="h"), Wish(WishKind.LEAVE, 15)
+    messages = [Order(), Report(heard=3, wish=wish, where=Where(step=0)), Hello(TOKEN, who)]
+    sent = [json.loads(pack(message)[4:]) for message in messages]
+    assert sent[:2] == [
+        {"kind": "order"},
+        {"kind": "report", "heard": 3, "wish": {"kind": "leave", "signal": 15}, "where": {"step": 0}},
+    ]
+    assert sent[2] == {
+        "kind": "hello",
+        "token": TOKEN,
+        "identity": {"rank": 0, "node_rank": 0, "host": "h", "pid": os.getpid()},
+        "version": VERSION,
+    }
+    assert Unpacker().feed(b"".join(map(frame, sent))) == messages
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -621,13 +638,13 @@ def simulate_ranks(rank: int, _: int, port: int, num_ranks: int) -> dict[str, An
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
         start, cpu = time.monotonic(), time.process_time()
-        connections = []
+        connections, said = [], pack(report())
         for number in range(num_ranks):
             host = f"127.0.0.{1 + number % 4}"  # the kernel has half of the port numbers for each
             connection = stack.enter_context(socket.create_connection((host, port), timeout=60.0))
             reset = struct.pack("ii", 1, 0)  # when it is closed, so that the kernel need not remember it
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-            connection.sendall(hello(number, pid=number) + pack(report()))
+            connection.sendall(hello(number, pid=number) + said)
             connections.append((connection, Unpacker()))
 
         def read_until(is_it: Callable[[Any], bool]) -> list[Any]:
@@ -729,6 +746,7 @@ def test_a_stranger_is_hung_up_on_and_changes_nothing(kind) -> None:
 def test_a_first_process_that_the_run_cannot_have_is_told_so_and_refused(rank, version, words) -> None:
     with running(2) as run, connected(run) as other:
         run.connect(0)
+        assert run.watches[0].who_is_here() == [0]  # before the other one can take its place
         who = Identity(rank=rank, node_rank=0, host="h", pid=2)
         other.sendall(pack(Hello(TOKEN, who, version=version)))
         data = b""
@@ -841,8 +859,8 @@ def test_a_message_of_the_server_that_cannot_be_read_is_a_failure_and_no_silence
     with running(1) as run:
         run.connect_all()
         (peer,) = run.server._connections.peers
-        peer.connection.sendall(frame({"kind": "order"}))
-        assert verdict_of(run.watches[0]).message == "control channel: ProtocolError: order has no number"
+        peer.connection.sendall(frame({"kind": "order", "number": None}))
+        assert verdict_of(run.watches[0]).message == "control channel: ProtocolError: order.number=None"
 
 
 def test_texts_of_failures_do_not_control_the_terminal() -> None:

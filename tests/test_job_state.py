@@ -839,7 +839,7 @@ def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_onc
         if isinstance(message, Order) and peer.identity is not None:
             sent.append(peer.identity.rank)
 
-    connections: Any = SimpleNamespace(send=send, admit=lambda peer, heartbeat_timeout_s: None)
+    connections: Any = SimpleNamespace(send=send, admit=lambda peer: None)
     control = JobControl(
         connections,
         token="t",

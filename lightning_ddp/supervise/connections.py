@@ -53,14 +53,16 @@ _Received = tuple[Peer, bytes, OSError | None]
 class Connections:
     """All sockets of the control server, listener and connections; only `wake` is thread-safe.
 
-    The interface of `address` is bound; of '' all, of IPv6 too.
+    The interface of `address` is bound; of '' all, of IPv6 too. The other host of a connection counts as
+    unreachable after `heartbeat_timeout_s` seconds.
     """
 
-    def __init__(self, address: str, num_ranks: int) -> None:
+    def __init__(self, address: str, num_ranks: int, heartbeat_timeout_s: float) -> None:
         self.peers: dict[Peer, None] = {}  # processes of the job
         self.strangers: dict[Peer, None] = {}  # connections without a hello, the oldest first
         self._packed: tuple[Message, bytes] | None = None  # the last message, and its bytes
         self._listener = _listen(address)
+        keep_alive(self._listener, heartbeat_timeout_s)  # its connections have the same options
         self.port: int = self._listener.getsockname()[1]
         self._restore_limit = _allow_descriptors(2 * num_ranks + _SPARE_CONNECTIONS)  # with the store's
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -129,11 +131,9 @@ class Connections:
         else:
             yield peer, data, None if data else peer.error
 
-    def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
-        """Accept an authenticated connection as that of a process of the job, and turn on keepalive."""
+    def admit(self, peer: Peer) -> None:
+        """Accept an authenticated connection as that of a process of the job."""
         peer.unpacker.limit_bytes = LIMIT_BYTES
-        with suppress(OSError):  # it is gone already, which reading from it will say
-            keep_alive(peer.connection, heartbeat_timeout_s)
         self.strangers.pop(peer, None)
         self.peers[peer] = None
 

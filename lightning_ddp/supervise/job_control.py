@@ -159,7 +159,7 @@ class JobControl:
             if process.is_member:
                 self._members[process.rank] = process
         peer.identity = who
-        self._connections.admit(peer, self._settings.heartbeat_timeout_s)
+        self._connections.admit(peer)
         first = self._verdict.first
         if first is not None and who.rank >= 0 and (self._is_told or who.start is None):
             self._connections.send(peer, protocol.Failure(first))

@@ -289,11 +289,11 @@ class JobState:
         self._lose_late(now)
         while self._advance(now):
             pass
-        if self.has_met and self.phase is not JobPhase.OVER:
-            self._actions += self._slots.due(now)
         if self.phase is not JobPhase.OVER or self.reason is None:  # then the failure is told to all
             touched, self._touched = self._touched, {}
             self._actions += self._orders.give(self._template(), touched, self.roster.living.values(), now)
+        if self.has_met and self.phase is not JobPhase.OVER:
+            self._actions += self._slots.due(now)  # after the orders, as a fork takes 20 ms
         actions, self._actions = self._actions, []
         return actions
 

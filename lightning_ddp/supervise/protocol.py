@@ -1,8 +1,8 @@
 """Protocol of the control channel: a dataclass per kind of message, and their bytes.
 
-A message is a JSON object behind its length. Bytes from a socket are not trusted: reading them ends in
-messages or in a `ProtocolError`, within the memory limit. Texts and lists over the limit of their field are
-cut.
+A message is a JSON object behind its length, without the fields that have their default. Bytes from a
+socket are not trusted: reading them ends in messages or in a `ProtocolError`, within the memory limit. Texts
+and lists over the limit of their field are cut.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import re
 import struct
 import types
 import typing
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 
-VERSION = 2  # version of the protocol: greater with each change of a message
+VERSION = 3  # version of the protocol: greater with each change of a message
 LIMIT_BYTES = 256 * 1024  # longest message, without its length
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
@@ -124,7 +124,7 @@ class Hello(Message):
     token: str
     identity: Identity
     is_launcher: bool = False
-    version: int = VERSION
+    version: int = field(default_factory=lambda: VERSION)  # always sent: the default is another one elsewhere
 
 
 class ListRanks(Message):
@@ -262,12 +262,23 @@ Outgoing = list[tuple[int, Message]]  # messages, and the rank of each
 
 def pack(message: Message) -> bytes:
     """Return a message as JSON bytes behind their length; raise `ProtocolError` above `LIMIT_BYTES`."""
-    values = {"kind": message.kind, **vars(message)}
-    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False, default=vars)  # of its dataclasses
-    data = text.encode(errors="surrogatepass")  # as `json.loads` decodes it
+    values = {"kind": message.kind, **_facts(message)}
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False, default=_facts)
+    data = text.encode(errors="surrogatepass")
     if len(data) > LIMIT_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes; the limit is {LIMIT_BYTES}")
     return _LENGTH.pack(len(data)) + data
+
+
+def _facts(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that do not have their default: what a rank says is mostly that."""
+    known = _defaults_of(typing.cast(Any, type(value)))
+    return {name: fact for name, fact in vars(value).items() if name not in known or fact != known[name]}
+
+
+@functools.cache
+def _defaults_of(kind: Any) -> dict[str, Any]:
+    return {part.name: part.default for part in fields(kind) if part.default is not MISSING}
 
 
 class Unpacker:
@@ -297,7 +308,7 @@ def _parse(data: bytes) -> Message:
     if _MAX_DEPTH_BYTES in data.replace(b" ", b""):
         raise ProtocolError("nested too deeply")
     try:
-        values = json.loads(data)
+        values = json.loads(data.decode(errors="surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"no JSON: {error}") from None
     kind = values.get("kind") if isinstance(values, dict) else None
@@ -320,9 +331,14 @@ def _type_of(hint: Any) -> _Type:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         hints = typing.get_type_hints(hint, include_extras=True)
-        return hint, "fields", tuple((field.name, _type_of(hints[field.name])) for field in fields(hint))
+        parts = (
+            (part.name, _type_of(hints[part.name]), part.default is not MISSING) for part in fields(hint)
+        )
+        return hint, "fields", tuple(parts)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return hint, StrEnum, tuple(hint)
+    if hint is float:  # of which not all may be sent
+        return None, float, ()
     if origin is Literal:
         return hint, origin, arguments
     return hint, origin, tuple(part if type(part) is int else _type_of(part) for part in arguments)
@@ -331,7 +347,7 @@ def _type_of(hint: Any) -> _Type:
 def _read(kind: _Type, value: Any) -> Any:
     """Return a JSON value converted to the type of its field; raise `ProtocolError` if it does not fit."""
     hint, origin, parts = kind
-    if (type(value) is hint and hint is not float) or hint is Any:
+    if type(value) is hint or hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
         return None if value is None else _read(parts[0], value)
@@ -339,11 +355,14 @@ def _read(kind: _Type, value: Any) -> Any:
         return _read(parts[0], value[: parts[1]] if isinstance(value, str | list) else value)
     if origin == "fields" and type(value) is dict:
         found = {}
-        for name, part in parts:
+        for name, part, has_default in parts:
             if name not in value:
-                raise ProtocolError(f" has no {name}")
+                if not has_default:
+                    raise ProtocolError(f" has no {name}")
+                continue
+            fact = value[name]
             try:
-                found[name] = _read(part, value[name])
+                found[name] = fact if type(fact) is part[0] else _read(part, fact)
             except ProtocolError as error:
                 raise ProtocolError(f".{name}{error}") from None
         return hint(**found)
@@ -356,6 +375,6 @@ def _read(kind: _Type, value: Any) -> Any:
         return {int(key): _read(parts[1], part) for key, part in value.items()}
     elif origin in (Literal, StrEnum) and value in parts:
         return hint(value) if origin is StrEnum else value
-    elif hint is float and type(value) in (int, float) and abs(value) < _LARGEST:
+    elif origin is float and type(value) in (int, float) and abs(value) < _LARGEST:
         return float(value)
     raise ProtocolError(f"={value!r}"[:_SHOWN_CHARACTERS])

@@ -37,7 +37,8 @@ class ControlServer:
     ) -> None:
         self.token = token
         self._processes = processes or LocalProcesses()
-        self._connections = Connections("" if any_interface else address, world_size)
+        interface = "" if any_interface else address
+        self._connections = Connections(interface, world_size, settings.heartbeat_timeout_s)
         self.port = self._connections.port
         self._control = JobControl(
             self._connections,

@@ -41,7 +41,7 @@ class Connections:
         for peer in list(self.peers):
             self.send(peer, message)
 
-    def admit(self, peer: Peer, heartbeat_timeout_s: float) -> None:
+    def admit(self, peer: Peer) -> None:
         self.peers[peer] = None
 
     def hang_up(self, peer: Peer) -> None:
