@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import re
@@ -188,7 +187,6 @@ class RecoveryClient:
             watch.update(RankState.stand)
         else:
             watch.update(lambda state: state.answer(progress))
-            gc.collect()  # frees what is left of an earlier group, while the others report
         with self.waiting():
             while True:
                 self._changed.clear()
