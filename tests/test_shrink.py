@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +21,9 @@ from torch import nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.comm.activity import Interrupt
+from lightning_ddp.elastic.recovery import _forget_frames
 from lightning_ddp.elastic.regroup import meet_again
-from lightning_ddp.errors import PeerFailure
+from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.launch.step_stop import PREEMPTED
 
 MOMENTS = (
@@ -218,6 +221,29 @@ def test_hooks_that_may_not_be_called_twice_end_the_run_where_they_wait_for_a_lo
     ledger = train(tmp_path, text, devices=3, agrees=True, faults=[fault(2, "train start", 0)])
     assert len(ledger.of("starts")) == 3
     assert ledger.commits == []
+
+
+def test_what_the_frames_of_an_error_held_goes_with_them_without_the_garbage_collector() -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def communicate() -> None:
+        group = torch.zeros(1)
+        held.append(weakref.ref(group))
+        try:
+            raise RuntimeError("Connection closed by peer")
+        except RuntimeError as error:
+            first = error  # a cycle: the error, its frames, and this one with its variables
+            raise LightningDDPError("all_reduce failed") from first
+
+    gc.disable()
+    try:
+        try:
+            communicate()
+        except LightningDDPError as error:
+            _forget_frames(error, None)
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

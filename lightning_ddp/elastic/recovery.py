@@ -54,6 +54,17 @@ T = TypeVar("T")
 _log = logging.getLogger("lightning_ddp")
 
 
+def _forget_frames(*errors: BaseException | None) -> None:
+    """Drop the frames that errors have come through, which would keep groups, with threads and buckets."""
+    waiting, seen = [*errors], set[int]()
+    while waiting:
+        error = waiting.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            error.__traceback__ = None
+            waiting += error.__cause__, error.__context__
+
+
 class Recovery(StepObserver):
     """Observer that lets one `fit` continue after ranks are lost, join or leave, by wrapping its loops.
 
@@ -330,10 +341,7 @@ class Recovery(StepObserver):
             self._calls.defer(True)
             if not self._calls.is_call(error):
                 raise
-        cause: BaseException | None = self._calls.error
-        while cause is not None:  # else the functions that it has come through keep groups, with threads
-            cause.__traceback__ = None
-            cause = cause.__context__
+            _forget_frames(error, self._calls.error)
         return False
 
     def _let_go(self, *, has_met: bool = False) -> None:
