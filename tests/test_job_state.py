@@ -55,8 +55,8 @@ class Job:
     def __init__(
         self, num_ranks: int, recovery: RecoverySettings | None = MANY, *, num_nodes: int = 1, **more: Any
     ) -> None:
-        settings = SupervisionSettings(failure_grace_s=GRACE_S, recovery=recovery)
-        self.state = JobState(num_ranks, settings, **more)
+        settings = SupervisionSettings(failure_grace_s=GRACE_S, recovery=recovery, **more)
+        self.state = JobState(num_ranks, settings)
         self.node_of = [place * num_nodes // num_ranks for place in range(num_ranks)]
         self.now = 0.0
         self.step = 0  # optimizer steps that all have committed
@@ -760,9 +760,11 @@ def test_a_generation_is_entered_once_and_by_its_members() -> None:
 def test_a_report_is_news_only_where_a_fact_has_changed() -> None:
     state = RankState(0, is_new=False)
     state.begin_run("fit")
+    assert report_of(state) is None, "not all have connected"
+    state.hear(Order(6, Task.RUN))
     first = report_of(state)
     assert first is not None
-    assert (first.number, first.heard, first.run, first.begun) == (1, 0, "fit", 1)
+    assert (first.number, first.heard, first.run, first.begun) == (1, 6, "fit", 1)
     assert report_of(state) is None
     state.look()  # where it is changes all the time
     assert report_of(state) is None
@@ -781,6 +783,16 @@ def test_a_report_is_news_only_where_a_fact_has_changed() -> None:
         assert report_of(state) is None
         change()  # is what it is already
         assert report_of(state) is None
+
+
+@pytest.mark.parametrize(
+    "change", [lambda state: state.ask(STOP), RankState.leave, lambda state: state.fail(None)]
+)
+def test_a_signal_or_an_end_is_news_before_all_have_connected(change) -> None:
+    state = RankState(0, is_new=False)
+    state.begin_run("fit")
+    change(state)
+    assert report_of(state) is not None
 
 
 def test_boundaries_of_a_run_have_the_same_numbers_however_many_the_ranks_passed_before() -> None:
@@ -812,9 +824,8 @@ def test_a_rank_that_has_left_a_run_alone_is_in_the_next_one_as_any_other() -> N
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_report_is_answered_again_where_its_rank_may_miss_the_server_or_an_order(answers) -> None:
     """Where stalls are looked for each periodic report is: a server that is silent is one that is stopped."""
-    job = Job(2, period_s=0.4 if answers else None)
+    job = Job(2, stall_timeout_s=1.6 if answers else None)
     process = job.member(1)
-    assert job.last_order(1).period_s == (0.4 if answers else 1.0)
     for is_deaf in (False, True):
         job.sent.clear()
         if is_deaf:
@@ -827,6 +838,16 @@ def test_a_report_is_answered_again_where_its_rank_may_miss_the_server_or_an_ord
             job.go()
         assert len(job.sent) == (3 if is_deaf else 2 if answers else 0)
         assert len({id(send.order) for send in job.sent}) <= 1
+
+
+def test_nobody_is_told_anything_before_all_have_connected() -> None:
+    """With 16,384 ranks an order to each, as it connects, takes half a second of the server."""
+    state, told = JobState(3, SupervisionSettings()), []
+    for place in range(3):
+        who = Identity(rank=place, node_rank=0, host="h", pid=place)
+        state.reported(state.connected(who, 0.0, is_launcher=False), Report(number=1), 0.0)
+        told.append([(send.process.place, send.order.task) for send in state.tick(0.0)])
+    assert told == [[], [], [(rank, Task.RUN) for rank in range(3)]]
 
 
 # ---------------------------------------------------------------------- who hears first

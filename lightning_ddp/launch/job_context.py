@@ -99,7 +99,7 @@ class JobContext:
     # ------------------------------------------------------------------ begin
 
     def begin_launch(self, launch: Launch, variables: dict[str, str], link: SupervisorLink | None) -> None:
-        """Set `variables`, and make this process (with `link`: its supervisor) its node's launcher."""
+        """Set environment `variables`; let this process, or a supervisor at `link`, start the other ranks."""
         self.children.remote = link
         for name in (*variables, "OMP_NUM_THREADS"):  # Lightning sets the last one
             self._variables.setdefault(name, os.environ.get(name))
@@ -123,10 +123,9 @@ class JobContext:
         settings: SupervisionSettings,
         processes: LocalProcesses | None = None,
     ) -> ControlServer | None:
-        """Open the job's control server at `address`, publish it in the job's store, and return it.
+        """Open the control server at `address`, publish it in `store`; return it, None if in the supervisor.
 
-        For a rank 0 under `run` it is in the supervisor, and None is returned. A process that is no rank
-        gives the `processes` of its node; in rank 0 they are its children.
+        A process that is no rank gives the `processes` of its node; in rank 0 they are its children.
         """
         shared = self.rendezvous.token
         options: dict[str, Any] = {
@@ -145,7 +144,8 @@ class JobContext:
             self.control.server = ControlServer(address, processes=processes or self.children, **options)
             port = self.control.server.port
         published = "" if shared else options["token"]
-        entry = (address, port, published, who.rank, who.node_rank, who.host, who.pid)
+        period_s = settings.report_period_s(world_size)
+        entry = (address, port, published, period_s, who.rank, who.node_rank, who.host, who.pid)
         store.set(_STORE_KEY, "\n".join(map(str, entry)))
         return self.control.server
 
@@ -204,7 +204,7 @@ class JobContext:
         return self.control.has_left and self.children.remote is not None
 
     def _leave(self, error: BaseException | None) -> FailureRecord | None:
-        """Wait for the children to exit, disconnect from the server; return the first failure, or None."""
+        """Report `error`, wait for children to exit, disconnect; return the job's first failure, or None."""
         ours = self.control
         if self._is_left_behind:
             return None
@@ -418,7 +418,7 @@ class ScriptRun:
         self._hook_before(type(error), error, trace)
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Report an error of the script, unless it has failed; return the peer's failure behind it, or it."""
+        """Report a script's error, unless it failed before; return a peer's failure behind it, or `error`."""
         self._control.alarm.silence()
         failure = None if self._control.is_over else self._control.end(error)
         return error if failure is None else failure.with_traceback(error.__traceback__)
@@ -467,15 +467,17 @@ def global_seed() -> int:
 
 def server_in(store: Any, shared: str | None) -> ServerAddress:
     """Return the control server's address that is published in a store; `shared` is the user's token."""
-    host, port, published, rank, node_rank, name, pid = store.get(_STORE_KEY).decode().split("\n")
+    host, port, published, period_s, *who = store.get(_STORE_KEY).decode().split("\n")
     if bool(shared) == bool(published):
         here, not_here = ("here", "for rank 0") if shared else ("for rank 0", "here")
         raise ConfigurationError(
             f"{TOKEN_VARIABLE} is set {here} but not {not_here}. Set it to the same text for all processes,"
             " or for none."
         )
+    rank, node_rank, name, pid = who
     identity = Identity(rank=int(rank), node_rank=int(node_rank), host=name, pid=int(pid))
-    return ServerAddress(host=host, port=int(port), token=shared or published, identity=identity)
+    token = shared or published
+    return ServerAddress(host=host, port=int(port), token=token, identity=identity, period_s=float(period_s))
 
 
 _context: JobContext | None = None

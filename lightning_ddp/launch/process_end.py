@@ -17,10 +17,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
 from lightning_ddp._lightning import ClusterEnvironment
-from lightning_ddp.supervise.failure_detection import REPORTS_A_TIMEOUT
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
-from lightning_ddp.supervise.settings import SupervisionSettings
+from lightning_ddp.supervise.settings import REPORTS_A_TIMEOUT, SupervisionSettings
 
 LONG_S = 5.0
 _IGNORED_WITHIN_S = 60.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import socket
@@ -17,13 +16,13 @@ from typing import TypeVar
 import lightning_ddp.supervise.protocol as protocol
 from lightning_ddp.errors import PeerFailure, RendezvousError
 from lightning_ddp.supervise.connections import explain_loss, keep_alive
-from lightning_ddp.supervise.failure_detection import REPORTS_A_TIMEOUT, silent
+from lightning_ddp.supervise.failure_detection import silent
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity, Where
 from lightning_ddp.supervise.guard import with_stack
 from lightning_ddp.supervise.orders import Order, Task, Wish
 from lightning_ddp.supervise.protocol import Message, Unpacker, pack
 from lightning_ddp.supervise.rank_state import RankState
-from lightning_ddp.supervise.settings import ReplaceSettings, SupervisionSettings
+from lightning_ddp.supervise.settings import REPORTS_A_TIMEOUT, ReplaceSettings, SupervisionSettings
 
 _T = TypeVar("_T")
 _RECEIVE_BYTES = 64 * 1024
@@ -39,6 +38,7 @@ class ServerAddress:
     port: int
     token: str  # secret of the job
     identity: Identity  # process of the server, which is named if it vanishes
+    period_s: float = 1.0  # time between two reports of a process while no fact changes
 
 
 class ControlClient:
@@ -70,7 +70,7 @@ class ControlClient:
         self.lock = threading.RLock()
         self.failure: FailureRecord | None = None
         self.has_lost_server = False  # True if the failure is the end of the server, which reports others
-        self.server = server.identity
+        self.server, self._period_s = server.identity, server.period_s
         self._settings, self._parent = settings, parent
         self._first_identity = identity
         self._on_failure, self._on_message, self._where = on_failure, on_message, where
@@ -79,7 +79,7 @@ class ControlClient:
         self._unpacker = Unpacker()
         self._outbox: deque[bytes | threading.Event] = deque()
         """Messages to write, and events to set once all before them is written."""
-        self._next_report = time.monotonic() + self.state.order.period_s
+        self._next_report = time.monotonic() + server.period_s
         self._learned, self._ordered = threading.Event(), threading.Event()  # the latter with each order, too
         self.attachment: Callable[[], Message | None] = lambda: None  # sent with reports, and as a run ends
         self._when_all_left: Callable[[], None] = lambda: None
@@ -249,17 +249,19 @@ class ControlClient:
         now = time.monotonic()
         is_due = now >= self._next_report
         with self.lock:
-            period_s = self.state.order.period_s
             report = self.state.news(self._where, is_due=is_due)
         for message in (report, self.attachment() if is_due else None):
             if message is not None:
                 self._write(pack(message))
-        if is_due and now - self._next_report > period_s:  # this process was stopped itself
+        if is_due and now - self._next_report > self._period_s:  # this process was stopped itself
             self._heard_at = now
-        self._next_report = now + period_s if is_due else min(self._next_report, now + period_s)
+        if is_due:
+            self._next_report = now + self._period_s
         stall_s = self._settings.stall_timeout_s
-        silent_at = math.inf if stall_s is None else self._heard_at + stall_s * (1 + 1 / REPORTS_A_TIMEOUT)
-        if stall_s is not None and now >= silent_at:
+        if stall_s is None or not self.has_met:  # before, the server says nothing
+            return max(0.0, self._next_report - now)
+        silent_at = self._heard_at + stall_s * (1 + 1 / REPORTS_A_TIMEOUT)
+        if now >= silent_at:
             failure = with_stack(silent(self.server, stall_s))
             self.post(protocol.Failed(failure))  # which the server reads when it is continued
             self._learn(failure)

@@ -115,7 +115,7 @@ class Connections:
             self._hang_up_on_strangers(most_strangers)
 
     def _hang_up_on_strangers(self, num_left: int) -> None:
-        """Close the oldest connections without a hello, which a process of the job sends at once."""
+        """Close the oldest connections that have not authenticated, until `num_left` of them are left."""
         for stranger in list(islice(self.strangers, max(0, len(self.strangers) - num_left))):
             self.hang_up(stranger)
 

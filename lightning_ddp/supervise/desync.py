@@ -65,7 +65,7 @@ class DesyncDetector:
         """Findings for each group in which the ranks disagree; None until they are known."""
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
-        """Process a rank's question, answer, announcement, or value for another; return messages to send.
+        """Handle a rank's question, status, announced collective or value to relay; return messages to send.
 
         Raise `ProtocolError` for any other message.
         """
@@ -95,7 +95,7 @@ class DesyncDetector:
         return max(oldest + _FIRST_LOOK_S, self._last[0] + _PAUSE_S)
 
     def due(self, now: float) -> Outgoing:
-        """Query all ranks if a collective is late, or end a query that is over; return messages to send."""
+        """Return status requests to all ranks if a collective is late, or the results of a finished query."""
         deadline, roll = self.deadline(), self._roll
         is_late = deadline is not None and now >= deadline
         if roll is not None:
@@ -152,7 +152,7 @@ class DesyncDetector:
         return rank, protocol.Diagnosis(*question, findings)
 
     def stranded(self, all_ended: int) -> FailureRecord | None:
-        """Return a failure if the last query found a rank that waits for ranks that have ended; else None."""
+        """Return a failure if the last query found a rank waiting for ranks that ended the run; else None."""
         statuses, self._unchecked = self._unchecked, {}
         ended = {rank for rank in statuses if self._report(rank).ended > all_ended}
         for rank in sorted(statuses.keys() - ended):

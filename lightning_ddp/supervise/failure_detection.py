@@ -21,9 +21,6 @@ from lightning_ddp.supervise.protocol import Message, Outgoing
 
 EXIT_WAIT_S = 0.25  # seconds that a process which vanished waits for its exit code, from its launcher
 ECHO_WAIT_S = 2.0  # seconds that a lost connection waits for the failure behind it
-REPORTS_A_TIMEOUT = 4  # least number of reports of a rank within the time after which it counts as stalled
-_REPORT_EVERY_S = 0.25
-_REPORTS_A_S = 64  # reports per second of all ranks together: each costs the server some 50 us
 _ANSWERS_WITHIN_S = 2.0
 _MOST_NAMES = 5
 _PAGE = "lightning_ddp/docs/guides/replica-check.md"
@@ -43,7 +40,7 @@ class RootCauseTracker:
         self.echoes: list[tuple[float, FailureRecord]] = []  # until when they wait for what they echo
 
     def accuse(self, record: FailureRecord) -> None:
-        """Take a failure as the job's first, unless one is set already or a process vanished before it."""
+        """Set the job's first failure, if none is set: `record`, or an earlier loss of another process."""
         if self.first is not None:
             return
         self.first = record
@@ -52,7 +49,7 @@ class RootCauseTracker:
             self._vanished[_key(record)] = deadline, record  # the next, if the others go on without that one
 
     def vanished(self, record: FailureRecord, now: float) -> None:
-        """Record that a process's connection closed without a report; its exit code may follow."""
+        """Record a closed connection or an exit: a failure once both are known, or after 0.25 s."""
         known = self._vanished.get(_key(record))
         if known is None:
             self._vanished[_key(record)] = (now + EXIT_WAIT_S, record)
@@ -64,7 +61,7 @@ class RootCauseTracker:
         self.echoes.append((now + ECHO_WAIT_S, record))
 
     def exited(self, record: FailureRecord, now: float) -> None:
-        """Record a child's exit that counts as a failure: as the first one if its connection closed, too."""
+        """Record an exit as a failure if no error is known: certain once disconnected, or after 0.25 s."""
         if self.first is not None or record.exit_code is None:
             return
         if any(_key(echo) == _key(record) for _, echo in self.echoes):
@@ -76,7 +73,7 @@ class RootCauseTracker:
             self.vanished(record, now)
 
     def decide(self, now: float) -> FailureRecord | None:
-        """Return the first failure if it is certain, as no better explanation is to come; else None."""
+        """Return the job's first failure once it is certain, as no better explanation may come; else None."""
         deadline = self.deadline()
         if deadline is not None and deadline <= now:
             named = list(self._vanished.values()) or self.echoes
@@ -84,7 +81,7 @@ class RootCauseTracker:
         return self.first
 
     def restart_limits(self, now: float) -> None:
-        """Wait for better explanations again, as this very process was stopped, and has heard none."""
+        """Restart the waits for better explanations, as this process was suspended and could hear none."""
         self._vanished = {key: (now + EXIT_WAIT_S, record) for key, (_, record) in self._vanished.items()}
         self.echoes = [(now + ECHO_WAIT_S, record) for _, record in self.echoes]
 
@@ -113,14 +110,13 @@ def silent(identity: Identity, timeout_s: float) -> FailureRecord:
 
 
 class StallWatch:
-    """Detector of ranks that send no reports, or make no progress though they wait for no other rank."""
+    """Detector of ranks that send no reports, or make no progress though they wait for no other rank.
 
-    def __init__(self, timeout_s: float | None, num_ranks: int) -> None:
-        self._timeout_s = timeout_s or 0.0
-        self.interval_s: float | None = None  # period of reports: a stopped rank is found by so much later
-        if timeout_s is not None:
-            often = max(_REPORT_EVERY_S, num_ranks / _REPORTS_A_S)
-            self.interval_s = min(timeout_s / REPORTS_A_TIMEOUT, often)
+    A rank reports every `period_s` seconds. Without a timeout nothing is looked for.
+    """
+
+    def __init__(self, timeout_s: float | None, period_s: float) -> None:
+        self._timeout_s, self._period_s = timeout_s, period_s
         self._since: float | None = None
         self._looked_at = 0.0
 
@@ -130,15 +126,15 @@ class StallWatch:
 
     def next_look(self) -> float | None:
         """Return the time at which `find` is to be called again; None for never."""
-        is_on = self.interval_s is not None and self._since is not None
-        return self._looked_at + (self.interval_s or 0.0) if is_on else None
+        is_on = self._timeout_s is not None and self._since is not None
+        return self._looked_at + self._period_s if is_on else None
 
     def find(self, members: Iterable[Process], now: float) -> tuple[Process, FailureRecord] | None:
-        """Return the process of a rank that has stalled with its failure record, or None."""
-        next_look = self.next_look()
-        if next_look is None or self.interval_s is None or self._since is None or now < next_look:
+        """Return the process of a stalled rank and a failure record for it; None if none has stalled."""
+        next_look, timeout_s = self.next_look(), self._timeout_s
+        if next_look is None or timeout_s is None or self._since is None or now < next_look:
             return None
-        if now > self._looked_at + self._timeout_s / 2:  # this very process slept, and could not hear others
+        if now > self._looked_at + timeout_s / 2:  # this very process slept, and could not hear others
             self.begin(now)
             return None
         self._looked_at = now
@@ -148,14 +144,14 @@ class StallWatch:
             if process.is_member and process.is_active and process.is_connected
         }
         quietest = min(times, key=lambda process: times[process][0], default=None)
-        if quietest is not None and (silent_s := now - times[quietest][0]) > self._timeout_s / 2:
+        if quietest is not None and (silent_s := now - times[quietest][0]) > timeout_s / 2:
             # the others may wait for it; it was well until then
-            is_mute = silent_s > self._timeout_s + self.interval_s
-            return (quietest, silent(quietest.who, self._timeout_s)) if is_mute else None
+            is_mute = silent_s > timeout_s + self._period_s
+            return (quietest, silent(quietest.who, timeout_s)) if is_mute else None
         for process, (heard_at, moved_at) in times.items():
             where = process.report.where
-            if heard_at - moved_at > self._timeout_s and where.waits_for is None:
-                text = f"no progress within stall_timeout={self._timeout_s:g} s"
+            if heard_at - moved_at > timeout_s and where.waits_for is None:
+                text = f"no progress within stall_timeout={timeout_s:g} s"
                 return process, process.failure(text, step=where.step, phase=where.phase)
         return None
 
@@ -190,7 +186,7 @@ class ReplicaComparison:
         self._question: _Question | None = None
 
     def handle(self, rank: int, message: Message, now: float) -> Outgoing:
-        """Process hashes from a rank; return messages that ask all ranks for details if hashes differ."""
+        """Handle a rank's hashes or details; return requests for details to all ranks if hashes differ."""
         match message:
             case protocol.StateHashes(run=run, hashes=hashes):
                 if run > self._run:
@@ -222,7 +218,7 @@ class ReplicaComparison:
         return self._question.deadline if self._question is not None else None
 
     def due(self, now: float) -> Difference | None:
-        """Return the difference once all have answered or time is up, else None; stop comparing its ranks."""
+        """Return how replicas differ once all answered or time is up, else None; then ignore those ranks."""
         question = self._question
         if question is None or (now < question.deadline and len(question.answers) < len(self._ranks)):
             return None
@@ -234,7 +230,7 @@ class ReplicaComparison:
 
 
 def _explain(answers: Mapping[int, protocol.StateValues]) -> Difference | None:
-    """Return how the answers of ranks about their state differ, with a text; None if they are equal."""
+    """Return the `Difference` between the ranks' answers about their state; None if they are equal."""
     states = {rank: dict(zip(each.names, each.values, strict=False)) for rank, each in answers.items()}
     ranks, texts = [*states], {rank: str(state) for rank, state in states.items()}
     most, number = next(iter(Counter(texts.values()).most_common(1)), ("", 0))

@@ -124,7 +124,7 @@ class FailureRecord:
         return PeerFailure(**values, is_own=healthy_rank == self.rank if is_rank else None)
 
     def with_exit(self, exit_code: int, description: str) -> FailureRecord:
-        """Return a copy of this record with an exit code, and `description` as message if it has none."""
+        """Return a copy with an exit code, and with `description` as message if no cause was known before."""
         if self.exception_type is not None or self.message not in ("", GONE):
             return replace(self, exit_code=exit_code)
         return replace(self, exit_code=exit_code, message=description)

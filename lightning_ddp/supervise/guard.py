@@ -60,7 +60,7 @@ class Guard:
 
 
 def tell_guard(of: int, rank: int, is_aware: bool | None, limit_s: float = inf, report: str = "") -> None:
-    """Tell launcher `of`'s guard process, if any, that this one has joined (None), or knows of a failure.
+    """Tell launcher `of`'s guard that this process has joined (None), knows of a failure (True) or not.
 
     An aware process ends by itself, and in `limit_s` seconds all others have to be aware; False takes that
     back. The first report counts, unless another one comes without a limit.

@@ -94,7 +94,7 @@ class InterruptGuard:
             signal.signal(number, signal.SIG_DFL)
 
     def sound(self, error: BaseException, abort: Callable[[], None], *, is_final: bool) -> None:
-        """Start a thread that raises `error` in the main thread until that reacts; it replaces the last one.
+        """Start a thread that raises `error` in the main thread until it reacts; an older such thread ends.
 
         It calls `abort` to free a main thread that is blocked in C++. If `is_final`, as the job ends, it is
         over once interruptions are disabled, and not deferred for long; else when the main thread calls

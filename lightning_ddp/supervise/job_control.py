@@ -76,8 +76,8 @@ class JobControl:
         self._token, self._pid = token, pid
         # True if the others may continue without a rank whose code has raised
         self._takes_exceptions = settings.recovery is not None and settings.recovery.exceptions
-        self._stall = StallWatch(settings.stall_timeout_s, world_size)
-        self.job = JobState(world_size, settings, self._stall.interval_s)
+        self._stall = StallWatch(settings.stall_timeout_s, settings.report_period_s(world_size))
+        self.job = JobState(world_size, settings)
         self._verdict = RootCauseTracker()
         self._peers: dict[Process, Peer] = {}
         self._process_of: dict[Peer, Process] = {}
@@ -91,7 +91,7 @@ class JobControl:
 
     @property
     def first_failure(self) -> FailureRecord | None:
-        """Record of the job's first failure with the path of the checkpoint saved after it; None before."""
+        """Record of the job's first failure, with any emergency checkpoint's path; None until certain."""
         first = self._verdict.first if self._is_told else None  # before, the others may go on without it
         return first if first is None else replace(first, checkpoint=self._checkpoint)
 
@@ -170,7 +170,7 @@ class JobControl:
         raise ProtocolError(text)
 
     def report(self, message: protocol.Failed, now: float) -> None:
-        """Pass a reported failure, exit or disconnection on to the search for the root cause."""
+        """Pass a failure, exit or disconnection that concerns the job on to the search for the root cause."""
         record = message.record
         process = self.job.roster.of(record)
         counts_exit = isinstance(message, protocol.Exited) and self.job.exited(record, now)
@@ -301,7 +301,7 @@ class JobControl:
             self._verdict.accuse(parted[0].failure(found.text))
 
     def _failed(self, process: Process, now: float) -> None:
-        """Remove a rank that has said only that it fails, or else make that the job's first failure."""
+        """Remove a rank that reported the phase failed but no error, or else make that the job's failure."""
         if not process.is_member:  # it was lost at the same moment
             return
         record = process.failure(process.report.why or "it has failed")

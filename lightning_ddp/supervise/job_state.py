@@ -40,8 +40,6 @@ from lightning_ddp.supervise.recoveries import Recoveries, new_generation
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 
 SETTLE_S = 0.1  # seconds after a failure, or a wish to leave, in which others become part of the same change
-_PERIOD_S = 1.0
-_REPORTS_A_S = 128  # of all ranks together while no fact changes: each report costs the server some 50 us
 _EXPLAINED_WITHIN_S = 5.0  # seconds after which the report of a member that it fails is its failure
 _MOST_VOIDS = 5
 _MEETS_WITHIN_S = 30.0
@@ -54,15 +52,14 @@ _GOING = frozenset({JobPhase.RUNNING, JobPhase.SHORT, JobPhase.HOLDING, JobPhase
 class JobState:
     """State machine of a job on the control server: its processes, generations of ranks, and orders."""
 
-    def __init__(self, world_size: int, settings: SupervisionSettings, period_s: float | None = None) -> None:
-        # `period_s`: of reports, and twice that of answers, where stalls are looked for; else None
+    def __init__(self, world_size: int, settings: SupervisionSettings) -> None:
         recovery = settings.recovery
         self.goes_on = recovery is not None  # True if the job continues without ranks that it loses
         self._settings = recovery or RecoverySettings()
         self._wait_s = recovery.wait_s if isinstance(recovery, ReplaceSettings) else 0.0
         self._grace_s = settings.failure_grace_s
-        self._period_s = period_s or min(max(_PERIOD_S, world_size / _REPORTS_A_S), self._grace_s / 3)
-        self._orders = OrderBook(self._grace_s, None if period_s is None else period_s / 2)
+        answers = settings.stall_timeout_s is not None
+        self._orders = OrderBook(self._grace_s, settings.report_period_s(world_size) / 2 if answers else None)
         self.generation = 0
         self.roster = Roster(world_size)
         self.history = History()
@@ -161,7 +158,7 @@ class JobState:
             self._leaves_at = now + SETTLE_S
 
     def heal(self, parted: Iterable[Process]) -> bool:
-        """Plan that ranks copy another's state at the next step boundary; return False if none comes."""
+        """Plan that ranks copy another's state at the next step boundary; return False if impossible."""
         is_over = not self.goes_on or not self._all_are_active or self.stopping is not None
         if is_over or self.phase is JobPhase.FORMING:  # then what was found is about a state before that
             return False
@@ -277,7 +274,7 @@ class JobState:
         return min((at for at in found if at is not None), default=None)
 
     def _limits(self) -> list[float | None]:
-        """Return the times until which other processes have to do something."""
+        """Return the deadlines by which other processes have to act; None for each that is not set."""
         joins_by = self._orders.since + self._wait_s if self.phase is JobPhase.SHORT else None
         stops_by = self._stops_by if not self.is_pending else None
         return [self._orders.deadline(), stops_by, joins_by, *self._ending.values()]
@@ -289,7 +286,8 @@ class JobState:
         self._lose_late(now)
         while self._advance(now):
             pass
-        if self.phase is not JobPhase.OVER or self.reason is None:  # then the failure is told to all
+        # before, all wait without an order; after the end for a reason the failure is told to all
+        if self.has_met and (self.phase is not JobPhase.OVER or self.reason is None):
             touched, self._touched = self._touched, {}
             self._actions += self._orders.give(self._template(), touched, self.roster.living.values(), now)
         if self.has_met and self.phase is not JobPhase.OVER:
@@ -298,7 +296,7 @@ class JobState:
         return actions
 
     def restart_limits(self, now: float) -> None:
-        """Give all the whole time again, as this very process was stopped (Ctrl-Z), and has heard nobody."""
+        """Restart all time limits of processes, as this server was suspended (Ctrl-Z), and heard nobody."""
         self._orders.restart(now)
         self._stops_by = None if self._stops_by is None else now + self._grace_s
         for process in self._ending:
@@ -314,7 +312,6 @@ class JobState:
             record=self.cause if task is Task.RECOVER else None,
             generation=self._new if task is Task.ENTER else None,
             all_ended=self.all_ended,
-            period_s=self._period_s,
         )
 
     def _advance(self, now: float) -> bool:
@@ -465,7 +462,7 @@ class JobState:
             self._not_ended = {process for process in there if process.report.ended <= self.all_ended}
 
     def _release_late(self, now: float) -> None:
-        """Tell waiting replacements to exit if they came after the last step, or their launcher is gone."""
+        """Tell waiting replacements to exit if the run to join has ended, or their launcher is gone."""
         for process in self.roster.standing:
             is_over = self.phase is JobPhase.OVER and self.reason is None
             if process.report.ended < self._most_ended or is_over:

@@ -136,4 +136,3 @@ class Order(Message):
     record: FailureRecord | None = None
     generation: NewGeneration | None = None
     all_ended: int = -1
-    period_s: float = 1.0

@@ -35,6 +35,10 @@ class ProcessState(Enum):
     GONE = auto()
 
 
+_TRAINING = (ProcessState.MEMBER, ProcessState.JOINING)
+_LOST = (ProcessState.CONDEMNED, ProcessState.GONE)
+
+
 @dataclass(eq=False, kw_only=True)
 class Process:
     """A connected process as the server knows it: identity, rank, state, last report and last order."""
@@ -75,7 +79,7 @@ class Process:
     @property
     def is_member(self) -> bool:
         """True if this process is one of the ranks of the current generation, and not lost."""
-        return self.state in (ProcessState.MEMBER, ProcessState.JOINING)
+        return self.state in _TRAINING
 
     @property
     def phase(self) -> RankPhase:
@@ -259,7 +263,7 @@ class Slot:
         self.is_awaited, self.opens_at = False, None
 
     def joined(self, step: int) -> None:
-        """Record that the new process trains from committed step `step` on."""
+        """Record that the new process trains from committed step `step` on; plan no other start."""
         self.close()
         self.joined_at = step
 
@@ -376,7 +380,7 @@ class OrderBook:
         self.awaited = {process for process in asked if process.is_active or phase is not JobPhase.HOLDING}
 
     def restart(self, now: float) -> None:
-        """Make the phase begin now, for all deadlines."""
+        """Restart the time limits of the job's phase, as if it began at time `now`."""
         self.since, self._look_at = now, now + self._grace_s
 
     def note(self, process: Process, generation: int) -> None:
@@ -431,8 +435,7 @@ class OrderBook:
             self._template, self._orders, touched = template, {}, living
         found = []
         for process in touched:
-            is_lost = process.state in (ProcessState.CONDEMNED, ProcessState.GONE)
-            if is_lost or not process.is_connected:
+            if process.state in _LOST or not process.is_connected:
                 continue
             order = self._order_of(process, template)
             knows = process.report.heard >= order.number
@@ -451,6 +454,6 @@ class OrderBook:
             order = template
             if state is not ProcessState.MEMBER:
                 task = Task.WAIT if state is ProcessState.STANDING else Task.LEAVE
-                order = Order(task=task, all_ended=template.all_ended, period_s=template.period_s)
+                order = Order(task=task, all_ended=template.all_ended)
             order = self._orders[state] = replace(order, number=self._number)
         return order

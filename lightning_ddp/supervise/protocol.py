@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where
 
-VERSION = 3  # version of the protocol: greater with each change of a message
+VERSION = 4  # version of the protocol: greater with each change of a message
 LIMIT_BYTES = 256 * 1024  # longest message, without its length
 _LENGTH = struct.Struct(">I")
 _MAX_DEPTH_BYTES = b"[" * 64
@@ -107,7 +107,7 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Result of comparing what all ranks do: a sentence, a table, and the ranks that miss a collective."""
+    """Result of comparing what all ranks do: sentence, table, and ranks that have not called a collective."""
 
     sentence: str  # description of the disagreement
     table: str  # state of each rank, and for how long
@@ -142,15 +142,15 @@ class Failed(Message):
 
 
 class SecondaryFailure(Failed):
-    """Failure of a call that communicates, probably because another rank failed."""
+    """Message that a call that communicates has failed, probably because another rank had failed."""
 
 
 class PeerDisconnected(Failed):
-    """Disappearance of a process which the sender watches, such as its parent."""
+    """Message that a process which the sender watches, such as its parent, has disappeared."""
 
 
 class Exited(Failed):
-    """Exit of a launcher's child; the record has the child's initial rank."""
+    """Message that a launcher's child process has exited; the record has the child's initial rank."""
 
 
 class Saved(Message):  # a rank has saved the last step of a failed job
@@ -191,7 +191,7 @@ class StateHashes(Message):  # new hashes of slices of a rank's state, by number
 
 
 class StateValues(Message):
-    """Answer of a rank: names and hashes of the parts of its state that it hashed; empty if forgotten."""
+    """Answer to `StateRequest`: names and hashes of the parts of a rank's state; empty if it dropped them."""
 
     generation: int
     run: int
@@ -261,7 +261,7 @@ Outgoing = list[tuple[int, Message]]  # messages, and the rank of each
 
 
 def pack(message: Message) -> bytes:
-    """Return a message as JSON bytes behind their length; raise `ProtocolError` above `LIMIT_BYTES`."""
+    """Return a message as length-prefixed JSON bytes; raise `ProtocolError` above `LIMIT_BYTES`."""
     values = {"kind": message.kind, **_facts(message)}
     text = json.dumps(values, separators=(",", ":"), ensure_ascii=False, default=_facts)
     data = text.encode(errors="surrogatepass")
@@ -271,7 +271,7 @@ def pack(message: Message) -> bytes:
 
 
 def _facts(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that do not have their default: what a rank says is mostly that."""
+    """Return those fields of a dataclass instance that differ from their defaults, by name."""
     known = _defaults_of(typing.cast(Any, type(value)))
     return {name: fact for name, fact in vars(value).items() if name not in known or fact != known[name]}
 

@@ -27,6 +27,7 @@ _FACTS = ("phase", "generation", "state_of", "begun", "ended", "run", "progress"
 """Fields of a report that are attributes of `RankState`."""
 _OUTSIDE = frozenset({RankPhase.IDLE, RankPhase.STARTING, RankPhase.FINISHED, RankPhase.ENDED})
 """Phases from which a run leads to RUNNING."""
+_CONNECTING = frozenset({RankPhase.STARTING, RankPhase.RUNNING})
 _STOPPED = frozenset({RankPhase.STOPPED, RankPhase.MEETING, RankPhase.STANDING})
 _UNINTERRUPTED = _STOPPED | {RankPhase.FINISHED, RankPhase.FAILED, RankPhase.ENDED}
 
@@ -62,7 +63,6 @@ class RankState:
         self.run = ""  # name of the last one
         self.progress: Progress | None = None
         self.why: str | None = None
-        self._is_new = is_new
         self._base = 0
         self._num_reports = 0
         self._known: object = self._know()  # facts of the last report
@@ -83,7 +83,9 @@ class RankState:
     def news(self, where: Callable[[], Where], *, is_due: bool = False) -> Report | None:
         """Return the report to send to the server if a fact has changed or it `is_due`, else None."""
         known = self._know()
-        if known == self._known and not is_due:
+        # a run that has begun is no news before all have connected: 16,384 reports would hold that up
+        is_connecting = not self.has_met and self.phase in _CONNECTING and self.wish is None
+        if (known == self._known or is_connecting) and not is_due:
             return None
         self._known = known
         self._num_reports += 1
@@ -109,11 +111,11 @@ class RankState:
 
     @property
     def has_met(self) -> bool:
-        return self.order.number > 0 and (self._is_new or self.task is not Task.WAIT)
+        return self.order.number > 0
 
     @property
     def is_called(self) -> bool:
-        """True if the main thread has to be interrupted for a recovery, as a rank is lost."""
+        """True if a recovery is ordered and the main thread still has to be interrupted for it."""
         return self.task is Task.RECOVER and self.phase not in _UNINTERRUPTED
 
     @property
@@ -136,7 +138,7 @@ class RankState:
     # ------------------------------------------------------------------ the main thread
 
     def begin_run(self, name: str) -> None:
-        """Begin a run, and number its boundaries above those of the runs before, alike on all ranks."""
+        """Begin run `name` (fit ...); number its step boundaries above earlier ones, alike on all ranks."""
         self.begun, self.run = self.begun + 1, name
         self.position = self._base = self.begun << _RUN_BITS
         if self.phase in _OUTSIDE and self.state_of >= 0:
@@ -157,14 +159,14 @@ class RankState:
         self.phase = RankPhase.ENDED
 
     def place_boundary(self, number: int, *, may_meet: bool) -> None:
-        """Set how many boundaries of the fit come before the next one, and whether ranks may join there.
+        """Set the number of the fit's next step boundary, and whether ranks may join or leave there.
 
         All ranks say the same, as those that repeat a step, or are new, cannot count what they have passed.
         """
         self.position, self.may_meet = self._base + number, may_meet
 
     def look(self) -> Passage:
-        """Return what the main thread is to do at a step boundary, and count it if passed; repeat on WAIT."""
+        """Return what the main thread is to do at a step boundary; count it if passed. Repeat after WAIT."""
         order = self.order
         match self.task:
             case Task.MEET if self.position >= order.position and self.may_meet:
@@ -216,7 +218,7 @@ class RankState:
         return new
 
     def settle(self) -> None:
-        """Set the phase to running with the generation's state; raise if another rank is lost already."""
+        """Set the phase to running with the generation's state; raise if a recovery is ordered already."""
         if self.is_called and self.error is not None:
             raise self.error
         self.state_of, self.phase = self.generation, RankPhase.RUNNING

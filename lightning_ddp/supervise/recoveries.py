@@ -28,7 +28,7 @@ class Recoveries:
     def count(
         self, members: Iterable[Progress], lost: Iterable[FailureRecord], *, is_new: bool
     ) -> str | None:
-        """Count a recovery by `members` that stay; return the reason why the job cannot continue, or None.
+        """Count a recovery; return why it is ruled out (no common step, same failure, limit), or None.
 
         If not `is_new`, as the generation before was not whole, this is the same recovery as the last one.
         """
@@ -77,7 +77,7 @@ def new_generation(
     parted: Collection[int] = (),
     **more: Any,
 ) -> NewGeneration:
-    """Build the next generation of ranks that stay and join; it continues from their latest whole step.
+    """Build the next set of ranks, which stay or join, and the committed step from which it continues.
 
     Members whose state is not that of the majority have `parted`: unless others join they are behind.
     """

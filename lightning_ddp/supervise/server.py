@@ -73,7 +73,7 @@ class ControlServer:
 
     @property
     def goes_on(self) -> bool:
-        """True if the job continues without lost ranks, so that each exit has to be reported."""
+        """True if recovery is on: the job continues without lost ranks, so each exit has to be reported."""
         return self._job.goes_on
 
     def knows(self, who: Identity) -> bool:
@@ -85,7 +85,7 @@ class ControlServer:
         return self.first_failure
 
     def goes_on_without(self, slot: int) -> bool:
-        """Return True if the job goes on after losses, now without a process for the initial rank `slot`."""
+        """Return True if recovery is on and the current generation has no process for initial rank `slot`."""
         return self.goes_on and all(member.place != slot for member in self._job.roster.members)
 
     def tell(self, message: protocol.Failed) -> None:

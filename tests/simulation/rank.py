@@ -273,7 +273,7 @@ class Process:
     def report_now_and_then(self) -> None:
         if self.is_alive and self.is_connected and not self.is_deaf:
             self.post_news(is_due=True)
-            self.kernel.at(self.kernel.now + self.state.order.period_s, self.report_now_and_then)
+            self.kernel.at(self.kernel.now + self.world.period_s, self.report_now_and_then)
 
     # ------------------------------------------------------------------ the main thread
 

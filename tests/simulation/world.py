@@ -71,6 +71,7 @@ class World:
             stall_timeout_s=plan.stall_timeout_s,
             recovery=recovery,
         )
+        self.period_s = self.settings.report_period_s(plan.num_ranks)
         connections: Any = Connections(self)
         self.control = JobControl(
             connections,
