@@ -53,7 +53,7 @@ _BENCHMARKS = (STEP, LAUNCH, FAILURES, RECOVERY, HOOKS, SCALING)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; parsing sets `run` to the function of the chosen command."""
+    """Return the parser of all commands; parsed arguments hold the chosen command's function as `run`."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_ddp", description="Run programs; inspect and measure lightning_ddp."
     )
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0, or 1 for a benchmark or a check that failed.
+    """Run one command; return its exit status: 0, or 1 or 2 for a failure; `run` exits as its program does.
 
     SIGTERM ends a benchmark with 143, when it has removed what it had made; a usage error exits with 2.
     """

@@ -96,7 +96,7 @@ _OTHERS = {
 
 
 def read_rank_again(rank: int, local_rank: int) -> None:
-    """Replace the ranks that `rank_zero_only` of Lightning and torchmetrics have cached at import."""
+    """Overwrite the rank cached in Lightning's `rank_zero_only` by `rank`, torchmetrics' by `local_rank`."""
     told = {"lightning_utilities.core.rank_zero": rank, "torchmetrics.utilities.prints": local_rank}
     for name, number in told.items():
         if name in sys.modules:
@@ -167,7 +167,7 @@ def _get(owner: Any, name: str) -> Any:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Set an existing private attribute; a new one would have no effect on Lightning."""
+    """Set an existing private attribute; raise UnsupportedVersionError if this Lightning does not have it."""
     _get(owner, name)
     setattr(owner, name, value)
 
@@ -412,7 +412,7 @@ FIRST_BARRIERS = ("_CheckpointConnector.resume_end", "run-stage")
 
 
 def _set_up_whole(loop: Any, set_up: Callable[[], None]) -> None:
-    """Call a loop's `setup_data`; if it is interrupted, remove the dataloaders that it has made."""
+    """Call a loop's `setup_data`; if that raises, drop the loop's dataloaders, so that it makes new ones."""
     try:
         set_up()
     except BaseException:
@@ -427,7 +427,7 @@ def validates_now(trainer: Trainer) -> bool:
 
 
 def loop_counters(trainer: Trainer) -> list[Any]:
-    """Return the objects whose attributes count batches and steps in a training epoch."""
+    """Return Lightning's progress trackers of training batches, optimizer steps and scheduler steps."""
     loop: Any = trainer.fit_loop.epoch_loop
     steps = loop.automatic_optimization.optim_progress.optimizer
     counted = (loop.batch_progress, steps.step, steps.zero_grad, loop.scheduler_progress)
@@ -461,7 +461,7 @@ def put_loaders(trainer: Trainer, made: list[Any]) -> None:
 
 
 def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
-    """Set the length of the present epoch: `num_used` batches and those that the loaders still have."""
+    """Set the length of this training epoch: `num_used` and the loaders' batches, up to Trainer limits."""
     loop: Any = trainer.fit_loop
     limit = trainer.limit_train_batches
     num_batches = num_used + max(len(loader) for loader in loaders_of(loop))
@@ -510,7 +510,7 @@ def restore_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_loops(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load a state saved inside an epoch into the training loops, to go on there without a resume."""
+    """Load a state saved inside an epoch into the training loops, and clear their flags of a resumed run."""
     trainer.fit_loop.load_state_dict(state)
     _go_on_in_epoch(trainer.fit_loop)
 
@@ -613,7 +613,7 @@ def before_batches(trainer: Trainer, function: Callable[[], object]) -> None:
 
 
 def before_updates(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Register a function to run before each parameter update, after the hooks and clipping before it."""
+    """Register a function to run just before each parameter update, after Lightning's hooks and clipping."""
 
     def call(after_closure: Any, *arguments: Any) -> None:
         after_closure(*arguments)
@@ -648,7 +648,7 @@ def dump_checkpoint(trainer: Trainer, states: list[Any] | None = None) -> dict[s
 
 
 def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
-    """Register `check` to run before each training batch, not Lightning's collective exchange of signals."""
+    """Register `check` to run, with several ranks, before each batch, instead of Lightning's SIGTERM sync."""
     loop: Any = trainer.fit_loop.epoch_loop
     # Lightning 2.5.0 and 2.5.1 exchange no signals.
     if tuple(map(int, re.findall(r"\d+", _version(_root_of(trainer) or _root_in_use()))[:3])) >= (2, 5, 2):
@@ -658,7 +658,7 @@ def at_step_boundaries(trainer: Trainer, check: Callable[[], object]) -> None:
 
 
 def replace_signal_handlers(trainer: Trainer, *, on_sigterm: Any, on_requeue: Any) -> Any:
-    """Replace the handlers that Lightning registers when a run begins; return the one that requeues a job."""
+    """Replace the handlers that Lightning registers when a run begins; return its own for SLURM's requeue."""
     connector = _get(trainer, "_signal_connector")
     requeue = _get(connector, "_slurm_sigusr_handler_fn")
     _set(connector, "_sigterm_notifier_fn", on_sigterm)
@@ -717,5 +717,5 @@ def choose_backend(strategy: Any) -> str:
 
 
 def check_can_start_children(launcher: SubprocessScriptLauncher) -> None:
-    """Raise an error if a launcher has started this process itself: `_check_can_spawn_children`."""
+    """Raise RuntimeError if this process's local rank is not 0, or the launcher has children already."""
     _get(launcher, "_check_can_spawn_children")()

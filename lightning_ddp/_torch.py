@@ -90,7 +90,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a shallow copy of a module with own dicts, no parameters; `nn.LSTM` and others override this."""
+    """Return a shallow copy of a module with own dicts, no parameters: torch's for `DataParallel`."""
     replica: torch.nn.Module = module._replicate_for_data_parallel()
     replica.__dict__.pop("_compiled_call_impl", None)  # of `module.compile()`: bound to the original
     return replica
@@ -218,7 +218,7 @@ def gloo_like(other: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def new_nccl(kind: Any, store: Any, rank: int, size: int, timeout: timedelta, *device: Any) -> Any:
-    """Return a new NCCL backend of class `kind`, not registered in torch, on `device` if `kind` takes one."""
+    """Return a new NCCL backend of class `kind`, not registered in torch; pass on `device`, if given."""
     options = kind.Options()
     options._timeout = timeout
     return kind(store, rank, size, options, *device)

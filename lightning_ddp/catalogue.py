@@ -44,7 +44,7 @@ class Catalogue(Generic[K]):
         return {name: self._kinds[name].Options for name in self.names()}
 
     def parse(self, entry: Any) -> tuple[str, Any]:
-        """Return name and options of the class that a configuration entry (a string or mapping) names."""
+        """Check a configuration entry, a name or mapping with `name`; return name and options object."""
         given = {"name": entry} if isinstance(entry, str) else entry
         if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
             raise ConfigurationError(

@@ -111,12 +111,12 @@ class Communication:
 
     @property
     def kind(self) -> str | None:
-        """Name of the requested hook, 'function' for a hook without a name, None for no hook."""
+        """Name of the requested built-in hook, 'function' for a function of the user's, None for no hook."""
         return self._hook_plan.name if self._hook_plan else "function" if self._function else None
 
     @property
     def synchronises_backward(self) -> bool:
-        """True if the reducer reduces the gradients of the next backward pass."""
+        """True, also in accumulation, unless ranks train locally and average no gradients within nodes."""
         return not self.is_local or self._averages_in_nodes
 
     @property
@@ -188,7 +188,7 @@ class Communication:
         *,
         keeps_rounds: bool = False,
     ) -> None:
-        """Build the averager, if configured; with `keeps_rounds` a failed averaging may be repeated.
+        """Build the averager, if configured; with `keeps_rounds` its failed rounds can be repeated.
 
         Collective: all ranks must call it.
         """
@@ -207,7 +207,7 @@ class Communication:
             self._follow()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
-        """Count an optimizer step, and average parameters if due; all ranks must call it."""
+        """Make the averager, if any, count an optimizer step, and average if due; all ranks must call it."""
         if self.averager is not None:
             self.averager.step(optimizer, was_skipped=was_skipped)
             self._follow()
@@ -220,7 +220,7 @@ class Communication:
         return self.averager is not None and self.averager.agree()
 
     def drop_lost_averager(self, group: Group) -> None:
-        """Drop the averager of a fit that has failed, whose process group is another one than `group`."""
+        """Drop the averager if its process group is not that of `group`, as after a fit that has failed."""
         if self.averager is not None and self.averager.group.process_group is not group.process_group:
             self.averager = None
 
@@ -245,12 +245,12 @@ class Communication:
 
     @property
     def is_local(self) -> bool:
-        """True in local training, in which each rank steps with its own gradients."""
+        """True in local training, in which gradients are not averaged over all ranks."""
         return self.averager is not None and not self.averager.averages_gradients
 
     @property
     def has_met(self) -> bool:
-        """True if the last step used averaged gradients, or all ranks have averaged parameters since."""
+        """True unless a local step was taken since all ranks averaged parameters; True without averager."""
         return self.averager is None or self.averager.has_met
 
     @property
@@ -270,7 +270,7 @@ class Communication:
         return None
 
     def replicated_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of hook and loss scaler that are equal on all ranks, by name."""
+        """Return tensors that must be equal on all ranks, by name: CPU hook state, and GPU loss scale."""
         found = self._stateful.shared_tensors() if self._stateful is not None else {}
         scale = self._loss_scale()
         return {**found, "loss scale": scale} if isinstance(scale, torch.Tensor) else found
@@ -451,7 +451,7 @@ def remove_rank_files(checkpoint: str | Path, *, keep: Collection[str] = ()) -> 
 
 
 def _describe(hook: Any) -> str:
-    """Return the name of a hook that is a function or object, with its options or bound arguments."""
+    """Return the text by which ranks compare hooks (functions or objects): name, options, plain arguments."""
     if hook is None:
         return "none"
     is_named = isinstance(getattr(hook, "name", None), str) and getattr(hook, "options", None) is not None

@@ -206,13 +206,13 @@ def _values(error: Any) -> dict[str, Any]:
 
 
 def fits_a_screen(text: str) -> bool:
-    """Return True if a text takes at most 20 lines of 100 columns, where a character may take two."""
+    """Return True if a text fits 20 lines of 100 columns, where a non-ASCII character counts as two."""
     widths = (len(line) + sum(not c.isascii() for c in line) for line in text.rstrip().split("\n"))
     return sum(max(1, -(-width // _SCREEN_COLUMNS)) for width in widths) <= _SCREEN_LINES
 
 
 def cause_of(failure: Any, *, is_whole: bool = True) -> str:
-    """Return class and message of a `PeerFailure`'s cause; if not whole, one line of a long message."""
+    """Return class and message of a `PeerFailure`'s cause; `is_whole=False` cuts a long message to a line."""
     message: str = failure.message
     if not is_whole and not fits_a_screen(message):
         message = message.partition("\n")[0][:200] + " ..."
@@ -220,7 +220,7 @@ def cause_of(failure: Any, *, is_whole: bool = True) -> str:
 
 
 def with_ending(text: str, failure: Any) -> str:
-    """Return a report, with rank, step and class of the failure repeated if it is longer than a screen."""
+    """Return a report; if it is longer than a screen, end it with a line of failed rank, step and cause."""
     if fits_a_screen(text):
         return text
     name = f"rank {failure.rank}" if failure.rank >= 0 else "the launching process"
@@ -313,7 +313,7 @@ class PeerFailure(LightningDDPError, RuntimeError):
 
 
 def _loaded_class(path: str | None) -> type[Exception] | None:
-    """Return the exception class `module:name` if loaded here and not generic or this package's; or None."""
+    """Return the imported exception class `module:name`; None if absent, a base of PeerFailure, or ours."""
     module, _, name = (path or "").partition(":")
     # In spawned processes the user's script is `__mp_main__`.
     found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)

@@ -114,7 +114,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return wrapper
 
     def setup_module_and_optimizers(self, module: torch.nn.Module, optimizers: Any, *scheduler: Any) -> Any:
-        """Wrap a model, whose averager counts steps of these optimizers; all ranks must call it.
+        """Wrap a model; build its averager, if configured, over these optimizers; all ranks must call it.
 
         Since 2.6 Fabric hands a scheduler over, and expects it back.
         """
@@ -144,7 +144,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return self._step(owners, optimizer, partial(super().optimizer_step, optimizer, **kwargs))
 
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Keep gradients of backward passes in this context on their rank until the next backward."""
+        """Return a context that, if `enabled`, defers averaging gradients to the next backward after it."""
         if not enabled:
             return nullcontext()
         wrapper = as_wrapper(module)
@@ -198,7 +198,7 @@ class CustomFabricStrategy(StrategyCore, FabricDDPStrategy):
         return remainder
 
     def _set_up_of(self, state: Mapping[str, Any]) -> tuple[Any, Communication | None]:
-        """Return wrapper and `Communication` of the one model in `state` whose hook or averager has state."""
+        """Return (wrapper, `Communication`) of the model in `state` with hook or averager state, or Nones."""
         found = [
             (wrapper, communication)
             for wrapper, communication, _ in self._set_up

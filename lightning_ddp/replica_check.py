@@ -35,7 +35,7 @@ class Replica(NamedTuple):
 
 
 class ReplicaCheck:
-    """Hashes of this rank's parameters and optimizer states in a run, to compare ranks; waits for no rank.
+    """Hasher of this rank's parameters and optimizer states; the control server compares the ranks' hashes.
 
     `facts` returns numbers that have to be equal on all ranks, by name.
     """
@@ -120,7 +120,7 @@ class ReplicaCheck:
         return tensors, numbers
 
     def _note(self, trained: Sequence[str], averaged: set[str]) -> None:
-        """Record which parameters have started training since the last cycle of hashes."""
+        """Note which parameters started training since the last cycle of hashes, for the server's reports."""
         new = [name for name in trained if name not in self._trained]
         if self._trained and new:
             local = [name for name in new if name not in averaged]

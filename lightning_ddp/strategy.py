@@ -242,7 +242,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             self._journal = Journal(context)
 
     def setup(self, trainer: Trainer) -> None:
-        """Move the model to its device, wrap it for fitting, create optimizers; all ranks must call it."""
+        """Move the model to its device; to fit, wrap it and create optimizers; all ranks must call it."""
         assert self._context is not None
         from lightning_ddp.launch.step_stop import StepStop
 
@@ -442,7 +442,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._lockstep.wrap(dataloader, most, spare)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; with `uneven_inputs`, make its step, perhaps a repeat, current."""
+        """Move a batch to the device; with `uneven_inputs`, note if it is new or a repeat of the last one."""
         if self._lockstep is not None and self._is_training():
             self._lockstep.begin()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -541,7 +541,7 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         super().on_validation_start()
 
     def _check_evaluation(self) -> None:
-        """End a run that only evaluates, outside `fit`, if a signal has asked for its stop."""
+        """Count an evaluation step as progress; outside `fit`, end the run if a signal asked for that."""
         if self._stopping is not None:
             self._stopping.check_evaluation()
 
@@ -628,13 +628,13 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
         return self._observer.is_alone or super()._is_alone()
 
     def _together(self, kind: str | None, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective; return its result, rank 0's recorded one, or `alone()` if a rank is lost."""
+        """Return a collective's result, while joining the one rank 0 recorded, or `alone()` after a loss."""
         if self._journal is not None and kind is not None:
             call = partial(self._journal.result, kind, call)
         return self._observer.together(call, alone)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait until all ranks have called `barrier`; do nothing before launch and after a failure."""
+        """Wait until all ranks have called it; do nothing before launch, while joining, after a failure."""
         if self._journal is not None and self._journal.is_read:  # a barrier has no result
             return
         if name in FIRST_BARRIERS and self._is_training():
@@ -689,7 +689,7 @@ CustomDDPPlugin = CustomDDPStrategy
 
 
 class ManualOptimizationRedirection(ForwardRedirection):
-    """Forward redirection that turns gradient synchronization off inside a manual `training_step`."""
+    """Forward redirection by which the wrapper expects no backward after a manual `training_step`."""
 
     def __init__(self, communication: Communication) -> None:
         super().__init__()

@@ -239,7 +239,7 @@ class StrategyCore:
         )
 
     def _step(self, communications: Sequence[Communication], optimizer: Any, take: Callable[[], Any]) -> Any:
-        """Take an optimizer step, count it, and average parameters if due (then communicates)."""
+        """Take an optimizer step; average parameters if due (communicates), hash for the replica check."""
         averaging = [each for each in communications if each.averager is not None]
         # in local training a step counts also if the loss scaler skips it, for which it lowers its scale
         is_asked = any(not each.is_local for each in averaging)

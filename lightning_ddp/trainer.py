@@ -41,7 +41,7 @@ class Trainer(LightningTrainer):
 
 
 def trainer_class() -> type[Trainer]:
-    """Return `Trainer`, derived from the imported Lightning's own Trainer if Lightning is imported."""
+    """Return our `Trainer`, as subclass of `lightning`'s or `pytorch_lightning`'s, whichever is imported."""
     return next((bind(Trainer, root) for root in loaded_roots()), Trainer)
 
 

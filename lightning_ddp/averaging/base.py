@@ -109,13 +109,13 @@ class Averager:
         self._settle_phase()
 
     def check_ranks(self) -> None:
-        """Raise `ConfigurationError` if the options do not fit the number of ranks; do not communicate."""
+        """Raise `ConfigurationError` if options do not fit the number of ranks; by default do nothing."""
 
     def prepare(self) -> None:
-        """Create a subclass's process groups and channels, at construction and after `rejoin`."""
+        """Create what a subclass needs to communicate, at construction and in `rejoin`; here do nothing."""
 
     def find_parameters(self, known: Iterable[str] = ()) -> None:
-        """Include parameters that require a gradient by now, `known` ones, and new groups of optimizers.
+        """Update which parameters are averaged: those that require a gradient, earlier ones, `known` ones.
 
         A parameter that requires no gradient any more is still averaged, as ranks may have trained it.
         """
@@ -132,12 +132,12 @@ class Averager:
 
     @property
     def averages_gradients(self) -> bool:
-        """True if the gradients of the next backward pass are averaged over all ranks."""
+        """True before local training, even inside `no_sync`: steps use gradients averaged over all ranks."""
         return not self._is_local
 
     @property
     def has_met(self) -> bool:
-        """True if the last step used averaged gradients, or all ranks have averaged parameters since."""
+        """True unless a local step was taken since all ranks last averaged parameters."""
         return self._standing is not Standing.APART
 
     @property
@@ -184,7 +184,7 @@ class Averager:
             self.finish_round(track)
 
     def finish_round(self, track: Track) -> None:
-        """Run an averaging round that is due, and record whether parameters are equal after it."""
+        """Run an averaging round now, due or not; record whether all ranks' parameters are equal after it."""
         self.find_parameters()
         self.round(track)
         self._standing = Standing.MET if self.mixes_rounds or len(self.tracks) > 1 else Standing.SAME
@@ -254,7 +254,7 @@ class Averager:
         self.prepare()
 
     def mark(self) -> Any:
-        """Return a copy of what steps and rounds change beside the parameters, for `restore`."""
+        """Return a copy of the averager's state, such as step counts, without parameters, for `restore`."""
         return self._is_local, [(track.num_steps, track.num_local_steps) for track in self.tracks]
 
     def restore(self, mark: Any) -> None:
@@ -338,7 +338,7 @@ def refuse_sharded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
-    """Equalize a module's buffers over the ranks: means, maxima of integers; call in a channel's job.
+    """Make a module's buffers equal on all ranks: means, maxima of integers; call it in a channel's thread.
 
     The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
     variances plus the variance of the means. Other buffers of floating-point or complex numbers are averaged.
@@ -371,7 +371,7 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 def average_optimizer_state(
     channel: Channel, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Average an optimizer's state tensors, but for integers, over the ranks; call it in a channel's job.
+    """Average an optimizer's state tensors, but for integers, over the ranks; call in a channel's thread.
 
     Step counts are unchanged. If a parameter has no state on some rank, because it had no gradient there,
     the other ranks keep their state.

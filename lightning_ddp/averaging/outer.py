@@ -45,13 +45,13 @@ class OuterAverager(Averager):
         self._begin_outer(self.parameters)
 
     def _begin_outer(self, names: Iterable[str]) -> None:
-        """Begin the outer state of parameters whose values are the same on all ranks."""
+        """Create float32 copies and zero momenta, the outer state, of parameters equal on all ranks."""
         for name in names:
             self._anchors[name] = memory_view(self.parameters[name]).clone().float()
             self._momenta[name] = torch.zeros_like(self._anchors[name])
 
     def average_new(self, names: Sequence[str]) -> None:
-        """Average the parameters without outer state and begin theirs, as they were added; in a job."""
+        """Average parameters in `names` without outer state, and create it; call in the channel's thread."""
         new = [name for name in names if name not in self._anchors]
         average_(self.wire, [self.parameters[name] for name in new])
         self._begin_outer(new)
@@ -85,7 +85,7 @@ class OuterAverager(Averager):
         exchange(self.transport, views, pack, unpack)
 
     def learning_rates(self, track: Track) -> dict[str, float]:
-        """Return the current learning rate of each parameter of an optimizer."""
+        """Return the current learning rate of each averaged parameter of an optimizer, by name."""
         names = {id(p): name for name, p in self.parameters.items()}
         return {
             names[id(p)]: float(group["lr"])
@@ -280,7 +280,7 @@ class StreamingDiLoCo(DiLoCo):
         self._begin_again(vars(self).get("_under_way", {}))
 
     def _begin_again(self, under_way: dict[int, _Exchange]) -> None:
-        """Replace the pending exchanges by `under_way` without results: the next local step resends them."""
+        """Make `under_way`, without results, the pending exchanges; they are sent again before their use."""
         self._under_way = {index: replace(pending, future=None) for index, pending in under_way.items()}
 
     def after_local_step(self, track: Track) -> None:

@@ -74,7 +74,7 @@ class Lane:
         self._pending: dict[int, Entry] = {}
 
     def next(self, kind: str, tensors: Sequence[torch.Tensor], label: str | None) -> Entry:
-        """Log a collective of this group that is about to start; return its entry."""
+        """Log a collective of this group that is about to start; return its record."""
         self.number += 1
         shown = tuple([(t.shape, t.dtype) for t in tensors])
         entry = Entry(self, self.number, kind, label, shown, time.monotonic())
@@ -88,7 +88,7 @@ class Lane:
         self._pending[id(work)] = self.recent[-1]
 
     def entry_of(self, work: object) -> Entry | None:
-        """Remove and return the entry of the collective of `work`; None if unknown, or at a second call."""
+        """Return and forget which collective returned `work`; None if unknown, or at a second call."""
         return self._pending.pop(id(work), None)
 
 
@@ -142,12 +142,12 @@ class Activity:
         return min(self._waits.copy().values(), key=lambda wait: wait.is_side, default=None)
 
     def last_started(self) -> Entry | None:
-        """Return the entry of the last collective that this rank started in any group."""
+        """Return the record of this rank's last collective in any group, started or about to be, or None."""
         last = (lane.recent[-1] for lane in self.lanes if lane.recent)
         return max(last, key=lambda entry: entry.since, default=None)
 
     def entry(self) -> Entry | None:
-        """Return the entry of the collective that the main thread, another thread or a device waits for."""
+        """Return group, number and label of the collective that this process waits for, or None."""
         waits = sorted(self._waits.copy().values(), key=lambda wait: wait.is_side)
         on_device = self.on_device
         return next((wait.entry for wait in (*waits, on_device) if wait is not None and wait.entry), None)
@@ -255,7 +255,7 @@ class Interrupt:
             raise self.error
 
     def check_deadline(self, *, is_over: bool = False) -> None:
-        """Raise if a wait has passed its timeout or ranks wait for different collectives, after asking them.
+        """Raise if this thread's wait is overdue or ranks, when asked, prove to wait for other collectives.
 
         `is_over` means that the backend's own timeout has passed already.
         """

@@ -51,7 +51,7 @@ def limit_of(timeout: timedelta | float, label: str) -> float:
 
 
 class Call:
-    """A collective that this rank has called on tensors of a device; it may start several works.
+    """Runner of a collective on a device: starts works, waits until a deadline, names it in errors.
 
     The label is its name in errors, in the profiler and in reports of what a rank waits for.
 

@@ -66,7 +66,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
-    """Yield lists of non-empty tensors of one dtype and device, up to the given number of bytes."""
+    """Group non-empty tensors by dtype and device; yield lists of up to `most_bytes`, or of one tensor."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[S]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -409,7 +409,7 @@ def broadcast_nested(
 
 
 class _TakingApart(pickle.Pickler):
-    """Pickler that collects large tensors, to be sent by collectives, and pickles their numbers instead."""
+    """Pickler that collects large and non-CPU tensors, to send by collectives; pickles indices instead."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -44,7 +44,7 @@ def _record(event: Any | None, device: torch.device) -> Any:
 
 
 class DeviceWatch:
-    """Thread that checks that queued device work runs within the deadline, and explains why if not.
+    """Thread that polls queued device work and reports errors of NCCL and work past its deadline.
 
     The first step starts it, and `close` ends it. The supervisor of the interrupt makes the error of a step
     that passes its deadline. `on_failure` is called once, in the watching thread, with the error.
@@ -68,7 +68,7 @@ class DeviceWatch:
         device: torch.device,
         on_slice: Callable[[float], None] | None = None,
     ) -> None:
-        """Watch the work queued on the current stream until it has run; `waiting` describes the wait for it.
+        """Let a thread watch the work queued on the current stream until it has run; `waiting` describes it.
 
         It takes a few microseconds. `on_slice` is called repeatedly in the watching thread until the work has
         run, with the seconds since the start; may raise the failure to report.

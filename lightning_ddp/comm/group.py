@@ -354,7 +354,7 @@ class Group:
             self._poll(is_over, on_slice)
 
     def wait_call(self, call: InThread[Any], label: str, on_slice: OnSlice = None) -> None:
-        """Wait until a function in another thread has returned; raise earlier if the group has failed."""
+        """Wait until a call in a thread has ended or timed out; raise earlier if the interrupt is set."""
         with self._waiting(label):
             call.wait(lambda waited_s: self._look(waited_s, on_slice))
 

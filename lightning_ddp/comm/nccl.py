@@ -91,7 +91,7 @@ def needs_device(process_group: Any, device: torch.device) -> bool:
 
 
 def default_implementation(name: str = "nccl") -> Implementation:
-    """Return the `Implementation` that torch makes for a backend's name, such as 'nccl'.
+    """Return which of torch's two NCCL backends it makes for a name, such as 'nccl'.
 
     Torch reads `CHOICE_VARIABLE` when it is imported; this reads it now.
     """

@@ -74,7 +74,7 @@ def remember_connections(num_peers: int = 0) -> Generator[None, None, None]:
 
 
 def abort_groups() -> None:
-    """Make all present and future collectives of this process fail; return at once.
+    """Make collectives of all process groups made so far fail, now and later; return at once.
 
     Each group is aborted in a separate thread: an abort frees memory, for which CUDA waits for all kernels of
     the device, including those of groups whose abort would come next.
@@ -251,7 +251,7 @@ def _part() -> None:
 
 
 def _is_another_runnable() -> bool:
-    """Return True if another thread runs or waits for a processor; False if unknown."""
+    """Return True if another thread of this process runs or waits for a processor; False if unknown."""
     for status in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
             state = status.read_bytes().rpartition(b")")[2].split()[0]
@@ -319,7 +319,7 @@ def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """End the process at exit if a thread of gloo never returns, as its groups would wait forever."""
+    """End the process with code 1 at exit if a gloo thread failed; else restore C++'s terminate handler."""
     handler = _handler() if _handler.cache_info().currsize else None
     if handler is None:
         return

@@ -82,7 +82,7 @@ def bucket_caps_bytes(cap_mb: float | None, caps_mb: list[float] | None = None) 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """Properties of a parameter that decide about its bucket."""
+    """Size, device, sparsity and reduced dtype of a parameter, which decide about its bucket."""
 
     numel: int
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class BucketSpec:
 def plan_buckets(
     specs: Sequence[ParameterSpec], order: Sequence[int], *, caps_bytes: Sequence[int]
 ) -> tuple[BucketSpec, ...]:
-    """Assign every parameter to one bucket; return the buckets in the order in which they fill.
+    """Assign every parameter to one bucket; return `BucketSpec`s in the order in which buckets fill.
 
     Parameters of one dtype and device, in the `order` in which their gradients are expected, fill a bucket
     until the next would exceed its cap. A parameter above the cap has a bucket of its own, and so has one
@@ -377,7 +377,7 @@ class ViewBucket(Bucket):
         self._saved: dict[int, torch.Tensor] = {}
 
     def open(self) -> None:
-        """Set views of the zeroed buffer as `.grad` of small parameters: autograd adds there without a copy.
+        """Set zeroed views as `.grad` of small CPU parameters, if none has a gradient: autograd adds there.
 
         `.grad` of their parameters becomes a view that holds zeros, if none of them has a gradient yet. Only
         on the CPU: on other devices one copy of many gradients costs less than one addition per gradient.
@@ -602,7 +602,7 @@ class BucketLayout:
 
     @property
     def is_shared(self) -> bool:
-        """True if buckets on the CPU are in memory that the ranks share."""
+        """True if CPU buckets were allocated as memory for the ranks of a host to share."""
         return self._memory is not None
 
     def leave_shared_memory(self) -> None:

@@ -140,7 +140,7 @@ class Buffers:
         return follows_sync
 
     def sync(self, src: int = 0) -> list[Any]:
-        """Broadcast the buffers of rank `src`, or run the user's hook; return the hook's futures to await.
+        """Broadcast rank `src`'s buffers or call the user's hook, unless turned off; return futures to await.
 
         Collective: all ranks must call it.
         """

@@ -98,7 +98,7 @@ class Expected(Enum):
 
 
 class Gradients:
-    """Record of which gradients a reducer's backward is expected to give and which have arrived."""
+    """Tracker of expected and absent gradients of a backward; finds those that only other ranks have."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Gradients:
 
     @property
     def may_lack(self) -> bool:
-        """True if a backward may leave a parameter without a gradient."""
+        """True if unused parameters may differ per backward: `find_unused_parameters`, no static graph."""
         return self.finds_unused and not self.is_static
 
     @property
@@ -173,7 +173,7 @@ class Gradients:
             bucket.arm(number, ready)
 
     def start(self) -> list[Bucket]:
-        """Fill the bucket slices of parameters that get no gradient; return the buckets that expect none."""
+        """Fill in old `.grad` or zeros where parameters get no gradient; return buckets that expect none."""
         if self._are_all_expected:
             return []
         for index, expected in enumerate(self.expected):
@@ -191,7 +191,7 @@ class Gradients:
         )
 
     def mark_absent(self, indices: Iterable[int]) -> list[Bucket]:
-        """Count parameters without a gradient as arrived; return the buckets that this makes full."""
+        """Fill slices of parameters without a gradient, count them as arrived; return buckets made full."""
         full = []
         for index in indices:
             bucket = self._fill_absent(index)
@@ -255,7 +255,7 @@ class Gradients:
         return [b.spec.indices[p] for b in self._layout.buckets for p in sorted(b.absent)]
 
     def start_exchange(self, absent: Sequence[int] | None) -> Any | None:
-        """Start an all-reduce of how many ranks used each parameter since the last; return its work, or None.
+        """Start an all-reduce of how many ranks used each parameter since the last one; None if not needed.
 
         `absent` is None on a rank without input, which takes part in the backward of the others.
         """
@@ -288,7 +288,7 @@ class Gradients:
 
 
 class BackwardFailures:
-    """Errors of a reducer's backward: missing, surplus, freed gradients; keeps one that ranks cannot survive.
+    """Maker of a backward's errors: gradients missing (exchanged by ranks in a store), surplus or freed.
 
     A rank that lacks a gradient cannot take part in an all-reduce for which the others wait. It posts its
     names in the group's store, at which these look meanwhile, so that all raise the same error. Threads query
@@ -389,7 +389,7 @@ class BackwardFailures:
     def ready_twice(
         self, step: int, excess: Sequence[int], ready: Sequence[int], *, is_static: bool
     ) -> BackwardOrderError:
-        """Return the error for surplus gradients of parameters `excess`; if `is_static`, also store one."""
+        """Return the error for surplus gradients of `excess`; if `is_static`, make later forwards raise."""
         names = ", ".join(self._names[i] for i in excess)
         if not is_static:
             return BackwardOrderError(

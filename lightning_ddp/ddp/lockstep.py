@@ -162,7 +162,7 @@ class Lockstep:
 
     @contextmanager
     def step(self, module: torch.nn.Module) -> Generator[None, None, None]:
-        """Run a step's forward in this context; if its batch is repeated, restore `module`'s buffers then.
+        """Run a forward in this context; its end undoes a repeated batch's effect on buffers and metrics.
 
         RNG states are not restored, so that ranks that were seeded alike continue to draw alike.
         """

@@ -383,7 +383,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
             self.sync_buffers(has_input=has_input)
 
     def sync_buffers(self, *, has_input: bool = True) -> None:
-        """Copy rank 0's buffers to all ranks now, or run the buffer hook.
+        """Copy rank 0's buffers to all ranks now, or run the buffer hook; nothing if broadcast_buffers=False.
 
         Inside `join()` they come from the highest rank that has input left (`has_input`).
 
@@ -562,7 +562,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         return int(rank.item())
 
     def _set_divisor(self) -> None:
-        """Set the divisor of gradients: the number of ranks, or of ranks with input."""
+        """Set the divisor of gradients: number of ranks or, if `join()` was told so, of those with input."""
         divisor = self._group.size
         if self._active_ranks is not None and self._divides_by_active:
             self._group.wait(self._active_ranks, self.device)

@@ -268,7 +268,7 @@ class Reducer:
             self._fill(bucket, state)
 
     def _fill(self, bucket: Bucket, state: BackwardState) -> None:
-        """Copy a full bucket's small gradients; start the reductions of full buckets next in launch order."""
+        """Copy gradients into a full bucket that it still lacks; launch the full buckets whose turn it is."""
         self.recorder.ready(bucket.index(), bucket.flat)
         if bucket.streams is not None:
             bucket.streams.join()

@@ -79,7 +79,7 @@ class Reduction:
             self.scale = 1.0 / divisor
 
     def close(self) -> None:
-        """Stop the thread that reduces, and end its waits; no reduction can be started after that."""
+        """Close the shared memory, if any, which makes waits in it raise; stop the thread that reduces."""
         if self._memory is not None:
             self._memory.close()
         self._worker.end()

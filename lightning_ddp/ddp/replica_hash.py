@@ -33,7 +33,7 @@ _MOST_KEPT = 2048
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as a 1-D tensor of the widest integers that fit: a view, if it is dense."""
+    """Return a tensor's bytes as a 1-D tensor of the widest integers that fit: a view, if it is dense."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -135,7 +135,7 @@ def _pack(pieces: Sequence[Any], most: int, most_bytes: int) -> Iterator[tuple[t
 
 
 class _Sums:
-    """Function that sums the words of each piece. Views are kept, as making one takes as long as a sum."""
+    """Callable that sums, for each slice of a tensor, its bytes taken as integers; keeps its views."""
 
     def __init__(self, pieces: Sequence[tuple[str, Tensor, slice]]) -> None:
         self._pieces = pieces
@@ -199,7 +199,7 @@ class StateHasher:
         self.begin()
 
     def begin(self) -> None:
-        """Drop all hashes; begin with number 1 and the first slice, on all ranks after the same step."""
+        """Drop all hashes, restart at number 1 and the first slice; all ranks call it after the same step."""
         self.num_hashed = 0
         self._queued: deque[tuple[Hashed, Tensor, Any]] = deque()
         """Hashes with their values, which may be on a device until an event, if there is one."""

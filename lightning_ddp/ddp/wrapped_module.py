@@ -34,7 +34,7 @@ _DENSE_BACKENDS = ("nccl", "mpi", "ucc", "xccl")
 def trainable_parameters(
     module: torch.nn.Module, ignored: Collection[str]
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the named parameters that require gradients; raise if there are none, or uninitialized ones."""
+    """Return named parameters requiring gradients; raise if none, uninitialized or on mixed device types."""
     named = [(n, p) for n, p in module.named_parameters() if n not in ignored]
     lazy = [n for n, p in named if isinstance(p, torch.nn.UninitializedParameter)]
     if lazy:
@@ -169,7 +169,7 @@ def check_hook(hook: Callable[..., Any]) -> None:
 def verify_across_ranks(
     group: Group, named: Iterable[tuple[str, torch.Tensor]], device: torch.device, settings: dict[str, Any]
 ) -> str:
-    """Raise if parameters or settings differ between ranks; return a token that all ranks have in common.
+    """Raise if parameters or settings differ between ranks; return a random token, the same on all ranks.
 
     Collective: all ranks must call it.
 
@@ -246,7 +246,7 @@ class ParameterPlaces:
         return [] if is_complete else self._find()
 
     def _find(self) -> list[int]:
-        """Record the places of the parameters; return the indices of those that the module does not hold."""
+        """Record which submodule holds each parameter; return indices of those that none holds."""
         owners = map(parameters_of, self._module.modules())
         found = {id(p): (owner, key) for owner in owners for key, p in owner.items()}
         keys = [id(p) for p in self.parameters]

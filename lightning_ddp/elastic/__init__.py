@@ -62,7 +62,7 @@ class StepObserver:
     # ------------------------------------------------------------------ steps
 
     def begin_fit(self) -> None:
-        """Reset the record of committed steps, if one is kept, for a new fit."""
+        """Reset the ledger's stage and saved state for a new fit, if there is a ledger; keep its counts."""
         if self.ledger is not None:
             self.ledger.begin_fit()
 

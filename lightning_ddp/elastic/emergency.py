@@ -28,7 +28,7 @@ from lightning_ddp.launch.job_context import JobContext
 
 
 class EmergencyObserver(StepObserver):
-    """Observer of a fit that any failure ends; it keeps steps whole, for an emergency checkpoint.
+    """Observer of a fit without recovery that defers interrupts in a step, for an emergency checkpoint.
 
     From the end of a backward until the schedulers have followed the optimizer the main thread is not
     interrupted, unless it waits for other ranks: a step is committed as a whole.
@@ -65,7 +65,7 @@ def save_on_failure(ledger: StepLedger, folder: str | None, ours: FailureHandler
 
 
 def _save(ledger: StepLedger, folder: str | None, ours: FailureHandler, first_step: int) -> str | None:
-    """Write the checkpoint if the fit has committed a step; return its path, or None. No collectives."""
+    """Write an emergency checkpoint if a step was committed; return its path, or None. No collectives."""
     folder = folder or _default_folder(ledger.trainer)
     if not is_fitting(ledger.trainer) or ledger.step == first_step or not folder:
         return None

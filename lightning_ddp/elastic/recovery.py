@@ -55,7 +55,7 @@ _log = logging.getLogger("lightning_ddp")
 
 
 def _forget_frames(*errors: BaseException | None) -> None:
-    """Drop the frames that errors have come through, which would keep groups, with threads and buckets."""
+    """Clear the tracebacks of errors and of their causes, whose frames would keep process groups alive."""
     waiting, seen = [*errors], set[int]()
     while waiting:
         error = waiting.pop()
@@ -278,7 +278,7 @@ class Recovery(StepObserver):
         return self.repeat(agree)
 
     def end_run(self, end: Callable[[], None]) -> None:
-        """Run the hooks `on_train_end`, again if ranks are lost; a request to leave now stops all ranks."""
+        """Run the hooks `on_train_end`, again if ranks are lost; a request to leave then stops all ranks."""
         self._calls.stop_instead_of_leaving()
         self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
@@ -345,7 +345,7 @@ class Recovery(StepObserver):
         return False
 
     def _let_go(self, *, has_met: bool = False) -> None:
-        """Abort this process's collectives and queued communication, and leave the process group."""
+        """Report that this rank stops, abort its collectives and queued communication, and destroy groups."""
         self._communication.halt()
         self._ours.forget_device()
         self._calls.stop(has_met=has_met)

@@ -203,7 +203,7 @@ class SplitBatches:
         return (math.floor(batches) if self.drop_last else math.ceil(batches)) - self.sampler.num_batches
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
-        """Split the global batches after `num_batches`, and later epochs, over `world_size` ranks."""
+        """Set this rank's part of each global batch: of those after `num_batches`, and in later epochs."""
         self.sampler.num_batches, self._part = num_batches, (rank, world_size)
 
     def weight(self, number: int) -> float:
@@ -223,7 +223,7 @@ def _order_of(sampler: Any) -> list[Any]:
 
 
 def set_ranks(sampler: Any, rank: int, world_size: int) -> None:
-    """Set rank and number of replicas of a distributed sampler, for its next epoch."""
+    """Set rank, number of replicas and, if it has one, number of samples of a distributed sampler."""
     sampler.num_replicas, sampler.rank = world_size, rank
     if hasattr(sampler, "num_samples"):
         size = len(sampler.dataset)

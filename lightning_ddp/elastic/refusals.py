@@ -132,7 +132,7 @@ def _most_steps(trainer: Any, num_ranks: int) -> float:
 
 
 def _most_batches(loader: Any, world_size: int, num_ranks: int) -> int:
-    """Return how many batches per epoch each rank gets if `num_ranks` ranks, not `world_size`, share them."""
+    """Return the most batches per epoch of a rank if `num_ranks` ranks, not `world_size`, share them."""
     few = min(num_ranks, world_size)
     if loader.batch_size is None:  # it has a batch sampler
         return math.ceil((len(loader) + 1) * world_size / few)

@@ -46,7 +46,7 @@ def leave(ours: FailureHandler, wrapper: Any | None, device: torch.device) -> No
 
 
 def end_collectives(ours: FailureHandler, device: torch.device) -> None:
-    """Abort all groups and wait until nothing runs on the device; raise an error if something does not end.
+    """On a GPU, abort all process groups and wait until its work ends; raise an error if it does not end.
 
     Does not communicate. On the CPU nothing is done, as what waits there has been interrupted.
     """

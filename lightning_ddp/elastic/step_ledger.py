@@ -49,7 +49,7 @@ class StepLedger:
     def __init__(self, trainer: Trainer, communication: Communication, *, keeps_marks: bool) -> None:
         self.trainer, self.communication, self._keeps_marks = trainer, communication, keeps_marks
         self.cursor = Cursor.PHASE
-        self.step = 0  # number of units of this fit that all ranks have committed
+        self.step = 0  # number of units, of all fits together, that all ranks have committed
         self.phase = 0  # number of finished parts of the loops: batches, validations, ends of epochs
         self.last_phase = 0  # number of parts that all ranks finish before they go on together
         self.mark: Mark | None = None  # state at the last boundary
@@ -110,7 +110,7 @@ class StepLedger:
     # ------------------------------------------------------------------ told by the loops
 
     def begin_fit(self) -> None:
-        """Reset the record for a new fit; an earlier one may have failed in the middle of a step."""
+        """Reset stage and saved state for a new fit, as an earlier one may have failed; keep the counts."""
         self.cursor, self.mark, self.phase_mark = Cursor.PHASE, None, None
         self._num_backwards, self._has_gradients = 0, False
 
@@ -149,13 +149,13 @@ class StepLedger:
         self.phase_mark = PhaseMark(self.trainer)
 
     def end_phase(self) -> None:
-        """Count a finished batch, validation or other part of the loops."""
+        """Increment the number of finished parts of the loops: batches, validations, ends of epochs ..."""
         self.phase += 1
         if self.cursor is Cursor.COMMITTED:
             self.cursor = Cursor.PHASE
 
     def skip_rest(self) -> None:
-        """Record that the epoch ends here, so that gradients accumulated since the last step are dropped."""
+        """Record the epoch's end: gradients accumulated since the last step will be part of no step."""
         self._has_gradients = False
         if not self._keeps_marks or self.communication.has_met:
             self.cursor = Cursor.PHASE
@@ -171,7 +171,7 @@ class StepLedger:
         self.output = output.detach() if isinstance(output, torch.Tensor) else output
 
     def begin_backward(self) -> None:
-        """Record a start of backward; a second one in a batch means that weights may have moved before it."""
+        """Record a start of backward; if a batch has several, later boundaries copy parameters as well."""
         self._has_gradients = True
         if self.is_automatic or self.cursor is not Cursor.UPDATING:
             self.cursor = Cursor.COMPUTING
@@ -197,7 +197,7 @@ class StepLedger:
             self._commit()
 
     def agree(self) -> None:
-        """Record that all ranks have averaged parameters; between two steps, commit the round."""
+        """Commit the round of local steps, as all ranks have averaged, unless gradients have accumulated."""
         if not self._has_gradients:
             self._commit()
 
@@ -206,7 +206,7 @@ class StepLedger:
         self._settle_unit(self.cursor)
 
     def _settle_unit(self, before: Cursor) -> None:
-        """Save counters; set the stage by `before`, the one before a commit or a copy from another rank."""
+        """Save counters; set the stage after a commit or a copy, given the stage `before` it."""
         self.num_stepped = batches_that_stepped(self.trainer)
         self.loaders = loader_states(self.trainer)
         if before is Cursor.BOUNDARY:
@@ -293,7 +293,7 @@ def _copies_of(counters: list[Any]) -> list[tuple[Any, dict[str, Any]]]:
 
 
 class Mark:
-    """Copy of the training state at a step boundary, to undo a step; it also renews the module's snapshot.
+    """Copy of the training state at a step boundary, from which an interrupted step is undone.
 
     With `has_weights` also parameters and optimizers, which an interrupted step may have changed. With
     `is_round` also what whole batches change, as several of them are undone together.
@@ -320,7 +320,7 @@ class Mark:
         """Number of used batches of this epoch."""
         self.random = RandomStates()  # states to be put back last, before the step is repeated
         self._trainer, self._module = trainer, snapshot
-        snapshot.retake()
+        snapshot.retake()  # the buffers and metrics of now
         self._communication, self._hook = communication, communication.mark()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._scale = self._scaler.state_dict() if self._scaler is not None else {}

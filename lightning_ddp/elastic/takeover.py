@@ -56,17 +56,17 @@ class Journal:
         """Kind and result of each collective; of a reader those that are still to come, once it has them."""
 
     def end(self) -> None:
-        """Stop recording and publish the results; collectives from here on run in all processes."""
+        """Publish the results of the collectives so far for processes that join later; record no more."""
         self._has_ended = True
         self.publish()
 
     @property
     def is_read(self) -> bool:
-        """True if this joining process takes results of collectives from rank 0's published record."""
+        """True while this joining process takes results of collectives from rank 0's published record."""
         return self._is_reader and not self._has_ended
 
     def result(self, kind: str, call: Callable[[], Any]) -> Any:
-        """Return a collective's result: of `call()`, or from rank 0's record, which must have `kind` next."""
+        """Return `call()`; until the first epoch record it, or in a joining process take rank 0's record."""
         if self._has_ended:
             return call()
         if not self._is_reader:
@@ -85,7 +85,7 @@ class Journal:
         return value
 
     def publish(self) -> None:
-        """Store the results of collectives before the first epoch, if this is rank 0 and that has begun."""
+        """Put the recorded results into the run's store, on rank 0 only, once its first epoch has begun."""
         calls = self._context.control.calls
         is_due = self._has_ended and self.results and not self._is_reader
         if not is_due or calls is None or calls.state.rank != 0:

@@ -76,13 +76,13 @@ class _BlockCodec:
 
 
 class Int8Codec(_BlockCodec):
-    """Block codec for integers from -127 to 127; the error is at most the block's largest value / 254."""
+    """Block codec with integer codes from -127 to 127; error at most the block's largest value / 254."""
 
     dtype, largest = torch.int8, 127.0
 
 
 class Fp8Codec(_BlockCodec):
-    """Block codec for 8-bit floats: relative error at most 1/16 for values above the largest / 28,672."""
+    """Block codec with 8-bit float codes: relative error up to 1/16 for values above the largest / 28,672."""
 
     dtype, largest = torch.float8_e4m3fn, 448.0
 
@@ -264,7 +264,7 @@ def exchange(
 
 
 def average_(wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor by its mean over the ranks, in place, in a job of a channel.
+    """Replace each tensor by its mean over the ranks, in place; called in a channel's thread.
 
     Collective: all ranks must call it.
     """

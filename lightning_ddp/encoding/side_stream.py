@@ -26,7 +26,7 @@ _HALT_S = 10.0
 
 
 class Channel:
-    """Queue of communicating jobs, run in order in a thread.
+    """Queue of functions with collectives, run in order in a thread, or at once if there is no own group.
 
     If torch does not know the group, and the group has no store, there is no separate group, and `submit`
     runs a job at once. The collectives here are for jobs; they count the bytes that this rank sends when the
@@ -144,7 +144,7 @@ class Channel:
         return self.start_all_reduce(tensor, op)()
 
     def start_all_to_all(self, rows: torch.Tensor) -> Wait:
-        """Start to send row r of a (size, k) tensor to rank r; return a function that awaits all rows."""
+        """Start to send row r of (size, k) to rank r; return a function that waits for the received rows."""
         received = torch.empty_like(rows)
         begin = partial(self.group.process_group.alltoall_base, received, rows, [], [])
         work = self.group.start("all_to_all", (rows,), begin)

@@ -188,7 +188,7 @@ class StatefulHook(Hook):
         raise NotImplementedError
 
     def check_finite(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return `payload`, received values; record if one is not finite, so that the step is dropped."""
+        """Return `payload` unchanged; if not all is finite, the bucket becomes NaN, the step is dropped."""
         self._is_bucket_spoiled |= ~_is_finite(payload)
         return payload
 
@@ -212,7 +212,7 @@ class StatefulHook(Hook):
         }
 
     def remember(self, name: str, key: str, value: torch.Tensor) -> None:
-        """Store `value` as the state `key` of parameter `name`, once this step has finished."""
+        """Set the state `key` of parameter `name` to `value` when this step ends, unless it is dropped."""
         self._pending.setdefault(name, {})[key] = value
 
     def add_errors(self, part: Part) -> None:
@@ -283,7 +283,7 @@ class StatefulHook(Hook):
         part.present = tuple(map(bool, flags[1:].tolist() if part.absent else has_gradient))
 
     def _settle(self) -> None:
-        """Make a step's values the hook's state if all are finite, unless already done; a channel's job."""
+        """Make a step's values, if finite, the hook's state, unless already done; in the channel's thread."""
         if self._previous_index >= 0:
             self._end_step()
 
@@ -324,7 +324,7 @@ class StatefulHook(Hook):
         self._forget_step()
 
     def finish(self, shared: Mapping[str, Any]) -> None:
-        """Complete an interrupted step that another rank completed, with that rank's part of `state_dict`."""
+        """Complete an interrupted step that another rank completed, from its state shared by all ranks."""
         if self.step < shared["step"]:
             self.commit(self._pending)
         self._forget_step()

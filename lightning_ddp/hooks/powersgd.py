@@ -70,7 +70,7 @@ class PowerSGD(StatefulHook):
     shared_keys = frozenset({"q"})
 
     def reduce(self, part: Part) -> torch.Tensor:
-        """Average a bucket, and return the mean: low-rank for large matrices, exact for other parameters."""
+        """Average a bucket, and return the mean: low-rank where compression pays, exact for the rest."""
         if self.step < self.options.start_step:
             return self.check_finite(self.wire.mean(part.flat))
         if self.options.error_feedback:
@@ -122,7 +122,7 @@ class PowerSGD(StatefulHook):
         return (n + m) * rank * self.options.min_compression < n * m
 
     def _matrix(self, part: Part, position: int, out: torch.Tensor) -> _Matrix | None:
-        """Return a parameter's matrix, a view of the flat gradient; None if compression does not pay."""
+        """Return a parameter's matrix, a view of the flat gradient; None if it is not to be compressed."""
         shape, name = part.shapes[position], part.names[position]
         if len(shape) < 2 or not part.present[position]:
             return None
@@ -133,7 +133,7 @@ class PowerSGD(StatefulHook):
         return _Matrix(name=name, value=value, out=out.view(n, m), q=self._factor(name, n, m, part))
 
     def _square(self, part: Part) -> _Matrix | None:
-        """Return the whole bucket as one square matrix, padded with zeros; None if that does not pay."""
+        """Return the bucket as a square matrix, padded with zeros; None to compress parameters separately."""
         side = math.isqrt(part.flat.numel() - 1) + 1
         if not self._is_worth_it(side, side) or not all(part.present):
             return None  # an unused parameter must not get a share of the others

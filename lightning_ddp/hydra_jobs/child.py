@@ -31,7 +31,7 @@ if __name__ != "__main__":  # as `__main__`, this file loads them and itself by 
 
 
 def _load_early() -> None:
-    """Load the modules that a child needs first under their full names, without the package itself."""
+    """Load three modules under their full names, without importing the package, and with it torch."""
     package = Path(__file__).resolve().parents[1]
     for name in ("errors", "hydra_jobs.jobs", "hydra_jobs.child"):
         path = package.joinpath(*name.split(".")).with_suffix(".py")
@@ -82,7 +82,7 @@ def _replace_main(job: Handover) -> None:
         def decorate(task_function: Callable[[Any], Any]) -> Any:
             @functools.wraps(task_function)
             def run_handed(cfg_passthrough: Any = None) -> Any:
-                """Run the parent's Hydra job and exit; given a config, call the function; else do nothing."""
+                """Run the parent's job, if of this function, and exit; given a config, only call it."""
                 if cfg_passthrough is not None:
                     return task_function(cfg_passthrough)
                 if job.task == task_name(task_function):

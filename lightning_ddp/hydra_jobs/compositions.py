@@ -155,7 +155,7 @@ def _lacking(repository: Any, config_name: str | None, overrides: Any) -> Set[st
 
 
 def _add_groups(repository: Any, groups: Set[str]) -> None:
-    """Add this package's config groups to a Hydra repository, between the user's files and the store."""
+    """Set this package's groups in a Hydra repository to `groups`, between user files and ConfigStore."""
     sources = repository.get_sources()
     sources[:] = [source for source in sources if not isinstance(source, _Groups)]
     if groups:
@@ -183,7 +183,7 @@ class _Groups(ImportlibResourcesConfigSource):
         self._groups = {"", *groups}
 
     def _path(self, config_path: str) -> str | None:
-        """Return a path within the folder; None outside of the requested groups."""
+        """Return a config's path within this package's folder `conf`; None outside of requested groups."""
         top, _, rest = config_path.partition("/")
         return None if top not in self._groups else rest if top == _PROVIDER else config_path
 

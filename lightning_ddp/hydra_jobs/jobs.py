@@ -307,7 +307,7 @@ class Jobs:
     # ------------------------------------------------------------------ for Hydra
 
     def begin(self, task: Any, given: Any = None) -> None:
-        """Record a Hydra job's function and seeds; adopt resolver values cached in its config `given`."""
+        """Record a Hydra job's function and seeds; put resolver values of its config `given` in JobCache."""
         self.task = task
         self._variables = {name: os.environ.get(name) for name in _SEEDS}
         if given is not None:
@@ -363,7 +363,7 @@ class Jobs:
             return None
 
     def _next_key(self, config_name: str | None, overrides: list[str]) -> str:
-        """Return the key in the store for the next result of this `hydra.compose` call."""
+        """Count a `hydra.compose` call; return its result's key in the store: arguments and that count."""
         call = repr((config_name, list(overrides)))
         self._num_since_launch[call] += 1
         return f"lightning_ddp/composition/{self._num_since_launch[call]} {call}"

@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for a child process in which garbage collection is rare during its imports."""
+    """Return `environment`, with a PYTHONPATH by which a child rarely collects garbage during its imports."""
     path = [_PRELUDE, environment.get("PYTHONPATH")]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
@@ -90,7 +90,7 @@ _parent: int | None = None  # the same process, or a zygote, or a forkserver
 
 
 def adopt_from_environment() -> None:
-    """Have the kernel kill this process when the launcher that its environment names ends; exit if it has.
+    """Have the kernel kill this process when the launcher named in its environment ends; exit if it ended.
 
     Takes the variable out of the environment, so that processes which this one starts are not concerned. One
     that was started earlier, and has got it as well, is no child of the launcher.
@@ -143,7 +143,7 @@ def launcher_pid() -> int | None:
 
 
 def guarded_by() -> int:
-    """Return the process id of the launcher whose guard watches this process; its own if not launched."""
+    """Return the pid of the launcher whose guard process watches this one; its own pid if not launched."""
     return _launcher or os.getpid()
 
 

@@ -106,7 +106,7 @@ class Children(LocalProcesses):
 
     @property
     def first_rank(self) -> int:
-        """Global rank of the first process of this node."""
+        """Global rank of the first process of this node; 0 unless this process starts the others."""
         return 0 if self.launch is None else self.launch.first_rank
 
     @property
@@ -116,7 +116,7 @@ class Children(LocalProcesses):
     # ------------------------------------------------------------------ start
 
     def start_all(self) -> None:
-        """Start the other ranks of this node, and a guard process that kills those deaf to a failure."""
+        """Start the node's other ranks, unless started on request; start a guard that kills stuck ranks."""
         assert self.launch is not None  # it was set
         for local_rank in range(int(self._is_rank), self.launch.num_ranks):
             self._slots[local_rank] = _Slot(local_rank, self.first_rank + local_rank)
@@ -126,7 +126,7 @@ class Children(LocalProcesses):
             self._guard = Guard(ends_launcher=self._is_rank)
 
     def start_again(self, place: int, number: int) -> None:
-        """Start a new process for a lost rank, and kill the old process if it still exists. Thread-safe."""
+        """Start replacement `number` of initial rank `place`, once; kill the process before. Thread-safe."""
         if self.remote is not None:
             self.remote.ask("start_again", place, number)
             return
@@ -230,7 +230,7 @@ class Children(LocalProcesses):
         self._kill_where(lambda child: child.process.pid == pid)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill the first process of a global rank, not its replacement, if it is on this node."""
+        """Kill the first process of an initial rank, not its replacement, if it is on this node."""
         if self.remote is not None:
             self.remote.ask("children.kill_rank", rank)
         self._kill_where(lambda child: not child.number and child.slot.rank == rank)

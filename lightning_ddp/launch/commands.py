@@ -41,7 +41,7 @@ class Run:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run a program in forked ranks; end as its rank 0 does (exit code or signal). Return 2 on errors."""
+        """Run a program in forked ranks; exit as rank 0 does. Return 2 if none is found, or not on Linux."""
         if not args.program or sys.platform != "linux":
             why = "which program?" if sys.platform == "linux" else "forking torch is safe on Linux only"
             print(f"error: python -m lightning_ddp run: {why}", file=sys.stderr)
@@ -102,7 +102,7 @@ class Leave:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Ask a run to drain a node; return the exit code at once, while its ranks train to the boundary."""
+        """Ask a run's server to drain a node; return 0 if it agrees, before ranks have left; else 2."""
         variables = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
         told = args.address or (":".join(variables) if all(variables) else None)
         node = args.node if args.node is not None else os.environ.get("NODE_RANK", "")

@@ -84,7 +84,7 @@ class DesyncReporter:
         self._interrupt.supervisor = self
 
     def set_deadline(self, timeout: timedelta | None) -> None:
-        """Set the timeout after which a collective that waits for other ranks fails; None for no limit."""
+        """Make waits for collectives fail shortly before the backend's `timeout`, saying why; None: never."""
         limit_s = float("inf") if timeout is None else timeout.total_seconds()
         # before the backend's own, which breaks connections
         self.deadline_s = max(limit_s - 1.0, limit_s / 2)
@@ -113,7 +113,7 @@ class DesyncReporter:
     # ------------------------------------------------------------------ in the thread of the channel
 
     def on_message(self, message: protocol.Message) -> None:
-        """Process a server's message: answer a question about this rank, or deliver an answer or value."""
+        """Process a server's message: a question about this rank, an answer, or a value from another rank."""
         match message:
             case protocol.StatusRequest(number) if self._watch is not None:
                 self._watch.post(protocol.StatusReply(number, self.status()))
@@ -169,7 +169,7 @@ class DesyncReporter:
         )
 
     def _line(self) -> str | None:
-        """Return file, line and function of the user's program that the main thread executes, or None."""
+        """Return file, line, function of the main thread's innermost user frame, else any frame; or None."""
         innermost: types.FrameType | None = sys._current_frames().get(self._main)
         if innermost is None:
             return None
@@ -198,7 +198,7 @@ class DesyncReporter:
         )
 
     def look(self, entry: Entry) -> CollectiveMismatchError | None:
-        """Ask on a group's first rank in which collectives ranks wait; return an error if they differ."""
+        """Return an error if ranks wait for different collectives; None on all but the group's first rank."""
         if self._watch is None or self._watch.identity.rank != entry.lane.ranks[0]:
             return None
         found = self._ask(entry)

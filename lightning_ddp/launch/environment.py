@@ -236,7 +236,7 @@ def take_slurm_task() -> None:
 
 
 def is_slurm_node(environment: Any, num_devices: int) -> bool:
-    """Return True if this SLURM task is to start its node's ranks, though Lightning takes it for a rank.
+    """Return True if this SLURM task is to start its node's ranks; then `take_slurm_task` has been called.
 
     It does if srun has started one task per node, and a node has several devices; or if `run` has taken the
     task. A script that srun has not started is alone, so there must be no other task.

@@ -164,7 +164,7 @@ class FailureHandler:
         return Where(step=trainer.global_step, phase=running_hook(module) or trainer.state.stage)
 
     def _where(self) -> Where:
-        """Restart the stall timer; return step, hook, collective and count. In the channel's thread."""
+        """Restart the stall timer; return step, hook, awaited collective and progress count of this rank."""
         self.end_limit.expect_progress()
         activity = self.interrupt.activity
         return replace(self._position(), waits_for=activity.label, count=activity.count)
@@ -230,7 +230,7 @@ class FailureHandler:
             self.inspector.on_message(message)
 
     def follow(self, trainer: Trainer) -> None:
-        """Report step and hook of this Trainer to the server from now on. It is not kept alive."""
+        """Report step and hook of this Trainer, held by a weak reference, to the server from now on."""
         self._trainer = weakref.ref(trainer)
 
     def check_settings(self, settings: SupervisionSettings) -> None:
@@ -314,7 +314,7 @@ class FailureHandler:
             self.inspector.enter(name)
 
     def leave_together(self) -> None:
-        """Wait until the run (fit, test ...) has ended on all ranks; raise if another one has failed."""
+        """Wait, up to 30 minutes, until all ranks have ended the outermost run; raise if the job failed."""
         if self.watch is not None and self._depth == 1:
             limit_s = min(self.inspector.deadline_s, _LONGEST_END_S)
             self.watch.leave_run(self.inspector.leave, limit_s, self.alarm.silence)
@@ -351,7 +351,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ step boundaries and signals
 
     def reached_step_boundary(self) -> Passage:
-        """Return the server's order at a step boundary (go on, stop, let ranks join); wait if it says so."""
+        """Wait at a step boundary if the server says so; return its order: go, stop, ranks join or leave."""
         self.interrupt.check()
         self.interrupt.activity.advance()
         if self.watch is None:
@@ -376,7 +376,7 @@ class FailureHandler:
         return passage
 
     def handle_stop_signals(self) -> None:
-        """Install, in the main thread, handlers of signals that stop all ranks at a step boundary.
+        """Install, in the main thread, handlers of signals to stop all ranks, or leave, at a step boundary.
 
         In each run that is not within another one, as the script may have set handlers since the last run.
         """
@@ -399,7 +399,7 @@ class FailureHandler:
                 signal.signal(number, handler.args[0] or signal.SIG_DFL)
 
     def _on_signal(self, previous: Any, number: int, frame: types.FrameType | None) -> None:
-        """Ask for a stop at a step boundary; exit on a second signal; between runs call the old handler.
+        """Ask to stop or leave at a step boundary; exit on a 2nd signal; between runs call the old handler.
 
         Also called by a handler of the script that was set over this one, and that a later one has replaced.
         """
@@ -437,7 +437,7 @@ class FailureHandler:
     # ------------------------------------------------------------------ a failure of this process
 
     def end(self, error: BaseException) -> PeerFailure | None:
-        """Report the error that ended this run, abort all groups; return the peer's failure behind it."""
+        """Report the run's error, abort all groups; return the peer's failure that caused it, or None."""
         if self._state is _State.RUNNING:
             self._state = _State.ENDING
         failure = None
@@ -491,7 +491,7 @@ class FailureHandler:
         return first.to_error(record.rank).like()
 
     def _save_last(self, error: BaseException, *, is_own: bool) -> None:
-        """Save a checkpoint after a failure on rank 0, or on rank 1 if rank 0 failed first."""
+        """Let rank 0, or rank 1 if rank 0 failed first, save a checkpoint after a failure (not Ctrl-C)."""
         if self.save_last is None or self.watch is None or isinstance(error, KeyboardInterrupt):
             return
         with suppress(BaseException):  # whatever comes now, the failure itself is what is raised
@@ -517,7 +517,7 @@ class FailureHandler:
             tell_guard(guarded_by(), self.identity.rank, is_aware, limit_s, report)
 
     def fail(self, trace: str, cause: str | None = None) -> None:
-        """Report a failure of this rank by its traceback; `cause` is one line, else the traceback's last."""
+        """Report to the server that this rank failed, with a traceback; `cause` defaults to its last line."""
         if self.watch is None:
             return
         where = self._position()
@@ -529,7 +529,7 @@ class FailureHandler:
         self.watch.report(record, is_echo=False)
 
     def child_ended(self, record: FailureRecord) -> None:
-        """Report a child process's exit to the server, if it matters to the other ranks. Thread-safe."""
+        """Report a child's exit to the server, not code 0 if all met without recovery. Thread-safe."""
         if self._settings.recovery is None and not record.exit_code and self.has_met:
             return
         if self.watch is not None:
@@ -580,7 +580,7 @@ class FailureHandler:
         self.alarm.sound(error, abort_groups, is_final=True)
 
     def _wake_stopped(self, error: PeerFailure) -> None:
-        """Send SIGCONT to all processes that this one has started, so that stopped ones can end."""
+        """Send SIGCONT to ranks and workers started here, and a failed launcher, so that stopped ones end."""
         self._children.send_signal(signal.SIGCONT)
         for process in multiprocessing.active_children():  # such as workers of a data loader
             with suppress(ProcessLookupError):
@@ -605,7 +605,7 @@ class FailureHandler:
             self.end_limit.set(is_needed=is_first or self.is_launcher)
 
     def may_begin_anew(self) -> bool:
-        """Return True if the job has failed with an exception, after which ranks can start another run."""
+        """Return True if the job failed by an exception, not a collective's, so that a new run can begin."""
         if self.watch is None or not self.is_over or self._depth:
             return False
         failure = self.wait_for_verdict(ECHO_WAIT_S + 1.0)

@@ -250,7 +250,7 @@ def _folder_for_logs() -> Path | None:
 
 
 def _check_tasks(environment: ClusterEnvironment, *, num_devices: int, num_nodes: int) -> None:
-    """Raise `ConfigurationError` if SLURM has not started as many tasks as there are ranks."""
+    """Raise `ConfigurationError` if SLURM's number of tasks is not that of ranks; warn if srun is missing."""
     if not isinstance(environment, SLURMEnvironment):
         return
     num_tasks, nodes = int(os.environ["SLURM_NTASKS"]), os.environ.get("SLURM_NNODES")

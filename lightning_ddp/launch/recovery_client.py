@@ -147,7 +147,7 @@ class RecoveryClient:
         return self._wait_for_call(self._called_within_s)
 
     def _wait_for_call(self, within_s: float) -> bool:
-        """Wait for the server's order to recover; return True if it came."""
+        """Wait up to `within_s` seconds for the server's order to recover; return True if it came."""
         before = self.state.state_of  # beside the main thread, this may see only what follows the recovery
 
         def is_explained() -> bool:

@@ -154,7 +154,7 @@ class Rendezvous:
 
     @property
     def token(self) -> str | None:
-        """Secret that authenticates the run's processes to each other; None if TOKEN_VARIABLE is not set."""
+        """Secret by which the run's processes authenticate; None if rank 0 draws one and publishes it."""
         return os.environ.get(TOKEN_VARIABLE) or self.handed.get(TOKEN_VARIABLE)
 
     def find(self, environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
@@ -247,7 +247,7 @@ def run_store(where: str, timeout: timedelta | None) -> Any:
 
 
 def running(address: str, port: int) -> int | None:
-    """Return the number of the run whose store is at an address; None unless all its ranks connected."""
+    """Return the number of a store's run; None unless all its ranks connected and it survives lost ones."""
     try:
         socket.create_connection((address, port), timeout=_PROBE_S).close()
     except OSError:  # the first node begins as well
@@ -464,7 +464,7 @@ def choose_interface(address: str, backend: str) -> dict[str, str]:
 
 
 def _names_for_nccl(found: Sequence[str], route: str) -> str | None:
-    """Return the NCCL_SOCKET_IFNAME with which ranks meet on interface `route`; None if they do anyway.
+    """Return the NCCL_SOCKET_IFNAME with which ranks meet on interface `route`; None if NCCL needs none.
 
     NCCL takes InfiniBand's interfaces if there are some, else all that are neither Docker's nor the loopback.
     Its ranks meet by the first of them, in the order of the C library, and data goes over all. So only

@@ -25,10 +25,9 @@ PREEMPTED = 143
 
 
 class StepStop:
-    """Stops a Trainer's loops for a signal, at the same step boundary on all ranks.
+    """Handler that stops a Trainer's loops for a signal, at the same step boundary on all ranks.
 
-    Lightning asks for a signal with a collective in every step. Here the loops read the order of the control
-    channel, which costs a lock and a counter.
+    Lightning calls a collective for that in every step. Here the loops read an order of the control channel.
     """
 
     def __init__(self, context: JobContext) -> None:
@@ -37,7 +36,7 @@ class StepStop:
         self._requeue: Any = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Replace a Trainer's signal handlers before it registers them, if there is a control channel."""
+        """Replace a Trainer's signal handlers and signal check per step, if there is a control channel."""
         self._context.control.follow(trainer)  # another launcher may have begun its run
         if self._context.control.watch is None or self._trainer is trainer:
             return
@@ -67,7 +66,7 @@ class StepStop:
         raise sigterm_exception(self._trainer)(PREEMPTED if is_judged else 0)
 
     def check_evaluation(self) -> None:
-        """Count an evaluation step as progress; outside of a fit, `check` it as a step boundary."""
+        """Tell stall detection of an evaluation step; outside of a fit, `check` it as a step boundary."""
         self._context.control.interrupt.activity.advance()
         if self._trainer is not None and not is_fitting(self._trainer):
             self.check()

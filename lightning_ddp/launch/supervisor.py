@@ -108,7 +108,7 @@ def supervise(program: Program) -> NoReturn:
 
 
 def _become_rank(start: Start, environment: Mapping[str, str], files: Mapping[int, int]) -> None:
-    """Set up a fork as a rank but the first: files, working directory, environment."""
+    """Set up a fork as a rank other than the first of its node: files, working directory, environment."""
     output = {1: 1, 2: 2}
     if start.log is not None:
         output = dict.fromkeys(output, os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
@@ -160,7 +160,7 @@ def _answer(link: socket.socket, host: JobHost) -> None:
 
 
 class JobHost(LocalProcesses):
-    """Supervisor's part of a job: opens store and control server, starts the other ranks, as `first` asks."""
+    """Supervisor's part of a job: opens store and control server, starts ranks, as the first rank asks."""
 
     def __init__(self, zygote: Zygote, first: Fork, link: socket.socket) -> None:
         self._zygote, self._first, self._link = zygote, first, link
@@ -220,7 +220,7 @@ class JobHost(LocalProcesses):
         self.children.start_again(place, number)
 
     def failed(self, record: FailureRecord) -> None:
-        """Wake stopped ranks of this node by SIGCONT, and have the guard kill those that end too late."""
+        """Send this node's ranks SIGCONT as the job failed; have the guard process kill late ones."""
         self._first.send_signal(signal.SIGCONT)
         self.children.send_signal(signal.SIGCONT)
         if self.children.launch is not None:

@@ -135,7 +135,7 @@ class Start:
 
 
 class Zygote:
-    """The supervisor's handle on the zygote: sends it requests to fork ranks, which `serve` answers."""
+    """The supervisor's handle on the process that forks ranks (the zygote), which runs `serve`."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
@@ -418,7 +418,7 @@ _passed_on: mmap.mmap | None = None
 
 
 def become_supervised(link: SupervisorLink | None, passed_on: mmap.mmap) -> None:
-    """Store in this fork the link to the supervisor (rank 0 only) and the memory with the last signal."""
+    """Store the connection to the supervisor (in rank 0) and the memory with the last signal it passed on."""
     global _link, _passed_on
     _link, _passed_on = link, passed_on
 
@@ -429,5 +429,5 @@ def supervisor_link() -> SupervisorLink | None:
 
 
 def was_passed_on(number: int) -> bool:
-    """Return True if signal `number` came through the supervisor, so was meant for the whole job."""
+    """Return True if `number` is the last signal that the supervisor passed on, for the whole job."""
     return _passed_on is not None and _passed_on[0] == number

@@ -96,7 +96,7 @@ def find_hosts(group: Group, device: torch.device, host: str | None = None) -> H
 
 
 def give_up(group: Group, reason: str, *, is_fault: bool = False) -> None:
-    """Raise an error, log a warning or do nothing, as shared memory cannot be used for a `reason`.
+    """Raise if the transport is 'shared_memory'; else, if `is_fault`, log on rank 0 why it is not used.
 
     The reason is the same on all ranks. It is an error if the transport is 'shared_memory'; if that was
     expected to work (`is_fault`), rank 0 logs a warning.

@@ -75,7 +75,7 @@ class Arena:
         return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def integers(self, offset: int, count: int) -> memoryview:
-        """Return `count` 64-bit integers from byte `offset` on, which must be a multiple of 8."""
+        """Return a writable view of `count` 64-bit integers from byte `offset` on, a multiple of 8."""
         return memoryview(self._buffer).cast("B")[offset : offset + 8 * count].cast("q")
 
 
@@ -282,7 +282,7 @@ class SharedMemory:
         return offers is not None
 
     def _tell(self, tickets: list[_Ticket]) -> list[list[_Ticket]] | None:
-        """Exchange and return the tickets of all ranks' memory; warn and return None if a rank fails."""
+        """Return all ranks' tickets for mapping memory; if a rank failed, warn or raise, and return None."""
         answers = all_gather_objects(self._group, (self._obstacle, tickets), _CPU)
         for rank, (obstacle, _) in enumerate(answers):
             if obstacle is not None:
@@ -322,7 +322,7 @@ class SharedMemory:
     # ------------------------------------------------------------------ all-reduce
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the number of the arena with a contiguous tensor, and the offset there in bytes, or None."""
+        """Return arena number and byte offset of a contiguous tensor; None if not in this rank's arenas."""
         for number, arena in enumerate(self._own):
             offset = tensor.data_ptr() - arena.address
             if number and 0 <= offset <= arena.nbytes - tensor.nbytes:
@@ -508,7 +508,7 @@ def _add_in_place(chunks: _Chunks, gives_all: bool) -> None:
 
 
 def _add_in_float32(chunks: _Chunks, gives_all: bool) -> None:
-    """Sum the ranks' 16-bit floats in float32, with one rounding at the end."""
+    """Sum 16-bit floats in float32, round once, write to the first rank or, with `gives_all`, to all."""
     total = torch.empty(chunks[0][0].numel())
     for first, *others in chunks:
         part = total[: first.numel()]
@@ -560,7 +560,7 @@ class Staging:
 
 
 def open_staging(group: Group, device: torch.device) -> Staging | None:
-    """Open shared memory of the ranks of a group; return None if it is not available.
+    """Return a new staging buffer in memory that ranks of a host share; None if that is not available.
 
     Collective: all ranks must call it.
     """

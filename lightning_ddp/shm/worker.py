@@ -20,7 +20,7 @@ _END_S = 1.0
 
 
 class Work:
-    """A job of a `Worker`, with the methods of torch's `Work` that waits use."""
+    """Handle of a function that a `Worker` runs, with the methods of torch's `Work` that waits use."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job: Callable[[], None] | None = job
@@ -68,7 +68,7 @@ class Deferred(Work):
 
 
 class Worker:
-    """Thread that runs jobs in the order of their submission, and stops when it is idle.
+    """Thread that runs functions in the order of their submission; ends when idle, restarts when needed.
 
     While it runs a job, the activity of the group's interrupt has the thread in `busy`.
     """

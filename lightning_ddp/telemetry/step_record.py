@@ -70,7 +70,7 @@ class StepRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all reduced gradients."""
+        """Bytes of all gradient buckets, before a hook compresses them."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
@@ -158,7 +158,7 @@ class StepRecorder:
             self._forward = (self._forward[0], self._now())
 
     def start_backward(self, step: int) -> None:
-        """Record the time of the first gradient of synchronized backward `step`."""
+        """Begin the record of synchronized backward `step`, at the time of its first gradient."""
         self._in_flight.clear()
         self._buckets.clear()
         self._open = None
@@ -176,7 +176,7 @@ class StepRecorder:
             self._look_for_done()
 
     def launched(self, index: int, work: Any) -> None:
-        """Record the time at which bucket `index` starts to be reduced, by `work`, a work, future or None."""
+        """Record when `work` starts to reduce bucket `index`; drop the bucket's record if `work` is None."""
         bucket = self._buckets.get(index)
         if bucket is None:
             return
@@ -196,7 +196,7 @@ class StepRecorder:
             self._look_for_done()
 
     def done(self, index: int) -> None:
-        """Record the time at which the wait for bucket `index` ends."""
+        """Record the time at which bucket `index` is seen to be reduced, unless that is recorded already."""
         bucket, work = self._buckets.get(index), self._in_flight.pop(index, None)
         if bucket is not None and bucket.done is None:
             bucket.done, bucket.begun = self._now(), getattr(work, "begun_ns", None)

@@ -156,7 +156,7 @@ class SlowRanks:
         self._streaks: dict[int, _Streak] = {}
 
     def add(self, late: Lateness, limit_us: float) -> list[SlowRank]:
-        """Add new steps' lateness; return ranks late by more than `limit_us` for `num_steps` in a row.
+        """Add steps' lateness; return ranks over `limit_us` later than the median for `num_steps` in a row.
 
         A rank is returned again once its number of late steps has doubled.
         """
@@ -244,7 +244,7 @@ def lanes_of(recordings: Sequence[Recording], *, num_steps: int) -> list[Lane]:
 
 
 def _shift(reference: Recording, other: Recording, common: Iterable[int]) -> int:
-    """Return the offset in ns from the clock of `other` to that of `reference`."""
+    """Return the nanoseconds to add to times of `other` to compare them with those of `reference`."""
     theirs, own = (
         {step.step: step.buckets[-1].done for step in recording.steps if step.buckets}
         for recording in (reference, other)

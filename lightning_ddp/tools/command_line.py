@@ -43,7 +43,7 @@ def existing_file(text: str) -> str:
 
 
 def output_path(text: str) -> Path:
-    """Return the path of a file to write, for argparse; raise early if its folder is missing."""
+    """Return the path of a file to write, for argparse; raise if its folder is missing or it is a folder."""
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {text!r}")
@@ -72,7 +72,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
 
 
 def add_shared(parser: Any, **defaults: Any) -> None:
-    """Add options that several tools share, with the given defaults; a list as default accepts several."""
+    """Add the named shared options, with these defaults, to a parser; a list default takes several values."""
     for name, default in defaults.items():
         names, options = _SHARED[name]
         if isinstance(default, list):
@@ -84,7 +84,7 @@ def add_shared(parser: Any, **defaults: Any) -> None:
 
 
 def add_choices(parser: Any, option: str, choices: Sequence[str], default: Sequence[str], what: str) -> None:
-    """Add an option that accepts some of several names, listed in its help, to a parser."""
+    """Add to a parser an option that accepts one or more of `choices`, which its help lists."""
     shown = "all" if tuple(default) == tuple(choices) else " ".join(default)
     text = f"{what}; any of: {', '.join(choices)} (default: {shown})"
     parser.add_argument(

@@ -27,7 +27,7 @@ class Workload(NamedTuple):
 
 
 def build_workload(name: str, *, rank: int) -> Workload:
-    """Return a model of `MODEL_NAMES`, and a batch whose seed is `rank`: the same values each time."""
+    """Return a model of `MODEL_NAMES`, and a batch that depends on `rank`: the same values each time."""
     build_module, batch_shape = WORKLOADS[name]
     torch.manual_seed(0)
     module = build_module()

@@ -60,7 +60,7 @@ class RankContext(NamedTuple):
     store: Store
 
     def advance(self) -> None:
-        """Count one unit of progress, on rank 0 only; one round trip to the parent."""
+        """Add 1, on rank 0 only, to the count in the store that the parent reads for `on_progress`."""
         if self.rank == 0:
             self.store.add(_PROGRESS_KEY, 1)
 
@@ -125,7 +125,7 @@ def run_ranks(
     preload: str | None = None,
     start_method: str = "spawn",
 ) -> list[Any]:
-    """Run `worker(context, *arguments)` in new processes that share a process group; leave no process.
+    """Run `worker(context, *arguments)` in new ranks with a process group; return results; leave no process.
 
     Args:
         worker: function at module level, with a result that JSON can represent.
@@ -318,7 +318,7 @@ def enter(name: str) -> None:
 
 
 def read_sent_bytes() -> int | None:
-    """Return the bytes that the kernel has sent on this thread's link, with all headers; None without one."""
+    """Return the bytes sent so far by the slow link of this thread's network namespace; None without one."""
     for line in Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE:

@@ -246,7 +246,7 @@ def _durations(steps: Sequence[StepRecord]) -> Points:
 
 
 def _draw_series(by_rank: Mapping[int, Points], changes: Sequence[int], axes: Any) -> None:
-    """Draw a line per rank over the steps, and a dashed line at changes of ranks."""
+    """Draw a line for each of the first ranks over the steps, and a dashed line at changes of ranks."""
     for rank, points in list(by_rank.items())[:_MOST_RANKS]:
         steps, values = [step for step, _ in points], [value for _, value in points]
         axes.plot(steps, values, linewidth=1.2, label=f"rank {rank}")
@@ -288,7 +288,7 @@ def host_advice(steps: Sequence[StepRecord]) -> str | None:
 
 
 def _history(changes: Sequence[Change]) -> str:
-    """Return an HTML table of lost and joined ranks, with a row per change; '' without changes."""
+    """Return as HTML a table of lost and joined ranks, with a row per change; '' without changes."""
     if not changes:
         return ""
     rows = []

@@ -64,7 +64,7 @@ class _Script:
         return [json.loads(value) for value in re.findall(rf"^{kind} (.*)\n", self.text, re.MULTILINE)]
 
     def run_to(self, kind: str, timeout_s: float, *, ends_there: bool = False) -> Any:
-        """Wait for the script's end, or with `ends_there` until it prints a `kind` line; return its value."""
+        """Wait for the script's end, or with `ends_there` for a `kind` line; return the line's JSON value."""
         while self.process.poll() is None and not (ends_there and self.events(kind)):
             if time.time() > self.started_at + timeout_s:
                 raise self.failed(f"was still running after {timeout_s:g} s")

@@ -143,7 +143,7 @@ def train(
 
 
 def _fail(fault: str | None, device: Any) -> None:
-    """Make this process fail: "exception", "kill", "stop"; with "memory" and "address" as a GPU does."""
+    """Print `FAULT`, then fail by "exception", "kill", "stop", or GPU errors: "memory", "address"."""
     import torch
 
     _say("FAULT", time.time())
@@ -157,7 +157,7 @@ def _fail(fault: str | None, device: Any) -> None:
 
 
 def train_on_nodes(*, num_nodes: int, **arguments: Any) -> None:
-    """Call `train` in a process for each node, all on this host; exit with the worst exit code."""
+    """Call `train` in a process for each node, on this host; exit with the highest exit code (signals: 0)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

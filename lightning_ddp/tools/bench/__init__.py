@@ -32,7 +32,7 @@ Samples = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 class Comparison(NamedTuple):
-    """Median and interquartile range of a contender's rounds, with the ratio to a reference contender."""
+    """Median and interquartile range of a contender's rounds, with the ratio reference / contender."""
 
     median: float
     iqr: float
@@ -45,7 +45,7 @@ Comparisons = Mapping[str, Mapping[str, Comparison]]
 
 
 def compare(samples: Mapping[str, Sequence[float]], *, reference: str) -> dict[str, Comparison]:
-    """Return each contender's median, spread and ratio to the reference; raise if a round is missing."""
+    """Return each contender's median, IQR and ratio reference / contender; raise if a round is missing."""
     found = {}
     for name, values in samples.items():
         first, median, third = quartiles(values)
@@ -73,7 +73,7 @@ class Result:
 
 
 def draw_medians(result: Result, path: Path, *, unit: str, title: str) -> None:
-    """Draw a picture with a panel per subject and in it a bar per contender, with its ratio; save it."""
+    """Save a picture with a panel per subject (such as a model): a bar per contender, with its ratio."""
 
     def draw_panel(axes: Any, subject: str) -> None:
         texts = {name: f"ratio {of.ratio:.2f}" for name, of in result.comparisons[subject].items()}

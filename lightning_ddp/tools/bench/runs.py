@@ -214,7 +214,7 @@ def _measure_recovery(args: argparse.Namespace) -> Result:
 
 
 def run_to_recovery(name: str, world_size: int, *, timeout_s: float) -> dict[str, Any]:
-    """Kill or stop the last rank of a training run of one of `RECOVERIES`; return how it recovered.
+    """Train with recovery `name`, kill or stop the last rank; return times, lost samples, repeated steps.
 
     A run that has not ended after `timeout_s` is killed, and counts as not recovered.
     """

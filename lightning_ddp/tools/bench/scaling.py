@@ -91,7 +91,7 @@ class StepProfile:
 
     @classmethod
     def from_recordings(cls, recordings: Sequence[Recording]) -> StepProfile:
-        """Return the median step of the recordings of some ranks of one run.
+        """Return the median over steps of the slowest rank's times, from some ranks' recordings of one run.
 
         A collective begins once the slowest rank has called it, so the latest time of all ranks counts. Steps
         with other buckets than the last one, and steps that some ranks lack, are left out.
@@ -135,7 +135,7 @@ class StepProfile:
 
 
 def _moments_of(recording: Recording) -> dict[int, list[float]]:
-    """Return seconds of events in each fully recorded step that is followed by the next one, by number.
+    """Return times of a rank's backward and buckets in seconds, by step; leave out incomplete steps.
 
     Since its forward: begin and end of backward; then from the last bucket to the next forward; each `ready`.
     """

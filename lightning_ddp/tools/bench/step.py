@@ -114,7 +114,7 @@ def reference_of(contenders: Sequence[str]) -> str:
 
 
 def geometric_means(comparisons: Comparisons) -> dict[str, float]:
-    """Return the geometric mean over models of the ratio reference / contender, by contender."""
+    """Return geometric means over models of reference / contender, by contender, and for torch's fastest."""
     rows, mean = list(comparisons.values()), statistics.geometric_mean
     reference = reference_of(list(rows[0]))
     means = {name: mean(row[name].ratio for row in rows) for name in rows[0] if name != reference}
@@ -149,7 +149,7 @@ def time_steps(
     num_steps: int,
     num_warmup_steps: int,
 ) -> RankSeconds:
-    """Time `num_steps` steps a round of the wrapper that this process tests, per model; return all seconds.
+    """Time steps of this process's wrapper by model, in turns, and check its gradients; return all seconds.
 
     Collective: all ranks must call it.
     """

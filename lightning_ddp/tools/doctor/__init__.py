@@ -149,7 +149,7 @@ class _Examination:
         return worst(self._findings) == "FAIL"
 
     def examine(self) -> None:
-        """Run the checks of this machine, or with all launched ranks; keep the findings for `report`."""
+        """Run the checks by the options: here, with launched or new ranks, or --verify; keep the findings."""
         plan = Plan(
             num_bytes=int(self._args.size_mb * (1 << 20)),
             timeout_s=self._args.timeout_s,

@@ -68,7 +68,7 @@ class Drill:
         self._groups: list[Group] = []
 
     def begin(self, verdict: Verdict) -> None:
-        """Create the default process group, as a run does, and time that with its first all-reduce."""
+        """Create the default process group and check an all-reduce; put the time of both into `verdict`."""
         start = time.monotonic()
         self._num_groups += 1
         group = join_default_group(
@@ -99,7 +99,7 @@ class Drill:
         verdict.figure = f"20 all-reduces on 2 communicators in turns, a ring of {size} ranks"
 
     def abort(self, verdict: Verdict) -> None:
-        """Abort all groups while collectives, behind kernels on a GPU, wait for rank 0; record the time."""
+        """Abort all groups while their collectives wait for rank 0; put the abort's time into `verdict`."""
         tensor = torch.ones(1000, device=self._device)
         for _ in range(_NUM_KERNELS if tensor.is_cuda else 0):
             tensor = tensor * 1.0
@@ -116,7 +116,7 @@ class Drill:
                 continue
 
     def rejoin(self, verdict: Verdict) -> None:
-        """Destroy the aborted groups, create the default group again, and time both."""
+        """Destroy the aborted groups and create the default group again; put both times into `verdict`."""
         start = time.monotonic()
         retire_groups(group.process_group for group in self._groups)
         self._groups = []
@@ -126,7 +126,7 @@ class Drill:
         verdict.figure = f"left in {left_s:.2f} s, {verdict.figure}"
 
     def repeat(self, verdict: Verdict) -> None:
-        """Abort and create the groups many times; record a problem if memory use grows."""
+        """Abort all groups and create the default one again, many times; fail `verdict` if memory grows."""
         start, used = time.monotonic(), [self._used_mib()]
         while len(used) <= _NUM_CYCLES:
             key = f"again/{len(used)}"
@@ -174,7 +174,7 @@ DRILLS: Final = ("begin", "communicate", "abort", "rejoin", "repeat")
 
 
 def run_drill(context: RankContext, names: Sequence[str]) -> None:
-    """Run the named parts of `Drill` on this rank; store each verdict at once.
+    """Run the named methods of `Drill` on this rank; write each verdict to the store at once.
 
     Collective: all ranks must call it.
     """
@@ -191,7 +191,7 @@ def run_drill(context: RankContext, names: Sequence[str]) -> None:
 
 
 class _NotHere(Exception):
-    """Raised by a checklist item for which this machine lacks devices or processes."""
+    """Exception of a checklist item that cannot be checked on this machine; its result is NOT HERE."""
 
 
 class _Site:
@@ -208,7 +208,7 @@ class _Site:
         return {found.check: found for found in try_in_ranks(self.settings, DRILLS, run_drill)}
 
     def tried(self, names: Sequence[str], variables: Mapping[str, str] = {}) -> str:
-        """Run trials in new processes; return one trial's result, or their number; raise if one fails."""
+        """Run trials in new processes; return one's text, or the number of several; raise if one fails."""
         with _set(variables):
             found = list(try_in_ranks(self.settings, names))
         failed = [f"{finding.check}: {finding.message}" for finding in found if finding.level == "FAIL"]
@@ -311,7 +311,7 @@ def _stops(site: _Site, fault: str = "kill", **more: Any) -> str:
 
 
 def _continues(site: _Site, *faults: Mapping[str, Any], least: int = 2, num_regroups: int = 1) -> str:
-    """Run a training script with each fault; raise unless the other ranks train on; return the times."""
+    """Run a training script with each fault; return times to the next step; raise unless others train on."""
     if site.size < least:
         raise _NotHere(f"needs {least} ranks")
     figures = []

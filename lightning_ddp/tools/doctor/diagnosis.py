@@ -26,7 +26,7 @@ _MUST_AGREE = ("torch", "pytorch-lightning", "lightning", "lightning_ddp")
 
 
 def check_answers(answers: Sequence[Answer]) -> list[Finding]:
-    """Return the findings of all checks on the ranks' gathered facts, of each rank and between ranks."""
+    """Return findings on the ranks' facts, for each rank and between ranks, except on all-reduce times."""
     return [
         *_check_versions(answers),
         *_check_devices(answers),
@@ -97,7 +97,7 @@ def _check_devices(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def _check_nccl(answers: Sequence[Answer]) -> list[Finding]:
-    """Return findings on NCCL and torch's backend for it, and on the memory in which buckets are."""
+    """Return findings on NCCL's version, on torch's backend for it, and if NCCL can register buckets."""
     kinds = {a["rank"]: a["nccl"] and f"NCCL {a['nccl']} by {a['implementation']}" for a in answers}
     if (differing := _differing(kinds)) is not None:
         message = f"{differing}. Install one version, and set the same {CHOICE_VARIABLE}"
@@ -137,7 +137,7 @@ def _check_variables(answers: Sequence[Answer]) -> list[Finding]:
 
 
 def _findings_of_others(answers: Sequence[Answer]) -> list[Finding]:
-    """Return findings of other ranks, made while they connected to rank 0, that rank 0 does not have."""
+    """Return WARN and FAIL findings of other ranks that rank 0 lacks, and which ranks reached the master."""
     own = answers[0].get("findings", [])
     found: dict[tuple[Level, str, str], list[int]] = defaultdict(list)
     for answer in answers[1:]:
@@ -186,7 +186,7 @@ def check_interface(
 
 
 def check_all_reduce(answers: Sequence[Answer]) -> Finding:
-    """Return a finding on whether the time of the ranks' all-reduce is plausible."""
+    """Return a finding with the time of the ranks' all-reduce, a warning if it is slow between nodes."""
     num_bytes, seconds = answers[0]["all_reduce"]["num_bytes"], answers[0]["all_reduce"]["seconds"]
     # In a ring each link carries this share of the bytes, each way.
     gbit_per_s = 8e-9 * num_bytes * 2 * (len(answers) - 1) / len(answers) / seconds

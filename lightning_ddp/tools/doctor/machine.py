@@ -99,7 +99,7 @@ def within(seconds: float, what: str, step: Callable[[], T]) -> T:
 
 @functools.cache
 def resolve(host: str, timeout_s: float) -> str:
-    """Return the address of a host name, IPv4 if there is one; looked up once."""
+    """Return the IP address of a host name, IPv4 if there is one; the result is cached."""
     look_up = functools.partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
     found = within(timeout_s, f"looking up {host!r}", look_up)
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
@@ -115,7 +115,7 @@ def addresses() -> dict[str, str]:
 
 
 def interface_to(address: str) -> str | None:
-    """Return the network interface of the route to an address; None without a route. Sends nothing."""
+    """Return name (or else address) of the interface that leads to an address, or None. Sends nothing."""
     try:
         name, own = route_to(address)
     except OSError:
@@ -169,7 +169,7 @@ class Placement:
 
 
 def place(env: Mapping[str, str], num_nodes: int | None = None) -> Placement:
-    """Return the launcher, rank and node of this process by `env`; `num_nodes` is the user's `--nodes`."""
+    """Return launcher, rank, world size and master by `env`; a launcher's variables override `num_nodes`."""
     try:
         if "RANK" in env and "WORLD_SIZE" in env and "LOCAL_RANK" in env:
             return _from_torchrun(env)

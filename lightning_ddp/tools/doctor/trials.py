@@ -120,7 +120,7 @@ class Verdict:
         bound: Tensor | float,
         module: nn.Module | None = None,
     ) -> None:
-        """Compare numbers with the expected ones, within bounds (0 for equal bits); record a problem.
+        """Record a problem if a number is farther from the expected one than its bound; count the numbers.
 
         They are those of all parameters of `module`, if given. A non-finite number is a problem.
         """
@@ -193,7 +193,7 @@ def trials_of(device: str) -> dict[str, Trial]:
 
 
 def beginning_with(only: Sequence[str], names: Collection[str], what: str) -> list[str]:
-    """Return the names that begin with one of `only`, or all if that is empty; raise if one begins none."""
+    """Return names with a prefix in `only`, or all if that is empty; raise if a prefix fits no name."""
     unknown = [text for text in only if not any(name.startswith(text) for name in names)]
     if unknown:
         raise ToolError(f"no {what} begins with {' or '.join(unknown)}")
@@ -206,7 +206,7 @@ def verdict_key(name: str, rank: int) -> str:
 
 
 def store_verdict(context: RankContext, name: str, verdict: Verdict) -> None:
-    """Write this rank's verdict about a trial to the store, as JSON, and count a unit of progress."""
+    """Write this rank's verdict about a trial to the store as JSON; rank 0 restarts the time limit."""
     compared = f"{verdict.num_values:,} numbers, largest error {verdict.largest:.0%} of its bound"
     found = {"figure": verdict.figure or compared, "problem": verdict.problem, "is_slow": verdict.is_slow}
     context.store.set(verdict_key(name, context.rank), json.dumps(found))
@@ -245,7 +245,7 @@ class _Training:
         self.averager: Any = None
 
     def backward(self, batch: Tensor) -> None:
-        """Run forward and backward on a batch; average gradients over ranks unless training is local now."""
+        """Run forward and backward; average gradients over ranks unless the averager trains locally."""
         is_local = self.averager is not None and not self.averager.averages_gradients
         with self.wrapper.no_sync() if is_local else nullcontext():
             self.optimizer.zero_grad()
@@ -475,7 +475,7 @@ def _num_waits(training: _Training, batches: Sequence[Tensor]) -> int:
 
 
 def _try_step_time(ranks: Ranks, verdict: Verdict) -> None:
-    """Time steps of this package's wrapper and of torch's in turns; record their ratio."""
+    """Time steps of this package's wrapper and of torch's in turns; put their ratio into `verdict`."""
     model = "transformer6" if ranks.device.type == "cuda" else "linear500"
     names = ("ours", "torch_ddp")
     runs = [TrainingRun(name, build_workload(model, rank=ranks.rank), ranks.device) for name in names]

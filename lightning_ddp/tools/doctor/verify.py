@@ -42,7 +42,7 @@ class Settings:
 
 
 def settings_of(args: argparse.Namespace, placement: Placement) -> Settings:
-    """Return the settings for all GPUs, else two CPU ranks; raise `ToolError` if --verify cannot run here."""
+    """Return settings by `args`, by default all GPUs or 2 CPU ranks; raise `ToolError` if they cannot run."""
     num_gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if num_gpus else "cpu")
     world_size = args.processes or (max(num_gpus, 1) if device == "cuda" else 2)
@@ -106,7 +106,7 @@ def _watcher(settings: Settings, store: Any, bar: Any) -> Callable[[int], None]:
 def try_in_ranks(
     settings: Settings, names: Sequence[str], worker: Callable[..., None] = run_trials, bar: Any = None
 ) -> Iterator[Finding]:
-    """Run trials in new processes; yield a finding for each, up to a trial that stopped the ranks."""
+    """Run trials in new processes; yield a finding for each, the last one FAIL if it stopped the ranks."""
     # Waits in the ranks must not time out before the deadline here.
     longest_s = settings.timeout_s * (len(names) + 2 * _STARTING)
     store = host_store(longest_s)
@@ -165,7 +165,7 @@ def fail_a_rank(settings: Settings, fault: str, **more: Any) -> FailedRun:
 
 
 def stop_ranks(settings: Settings, fault: str, **more: Any) -> str:
-    """Check that all ranks name one that fails, and all processes exit; return the times, or raise."""
+    """Make a script's rank fail; return as text when the others named it and all exited, or raise."""
     found, victim = fail_a_rank(settings, fault, **more), more.get("victim", settings.world_size - 1)
     others = [rank for rank in range(settings.world_size) if rank != victim]
     expected, event = f"PeerFailure of {victim}", f"rank {victim} failed in training ({fault})"
