@@ -157,7 +157,7 @@ def _fail(fault: str | None, device: Any) -> None:
 
 
 def train_on_nodes(*, num_nodes: int, **arguments: Any) -> None:
-    """Call `train` in a process for each node, on this host; exit with the highest exit code (signals: 0)."""
+    """Call `train` in a process for each node, on this host; exit with the highest exit code or signal."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -167,7 +167,7 @@ def train_on_nodes(*, num_nodes: int, **arguments: Any) -> None:
         named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node)}
         command = [sys.executable, __file__, order]
         processes.append(subprocess.Popen(command, env={**os.environ, **named}))
-    sys.exit(max(0, *(process.wait() for process in processes)))
+    sys.exit(max(abs(process.wait()) for process in processes))
 
 
 def _fit(module: Any, devices: int, num_steps: int, *, resumed: str | None = None, **options: Any) -> Any:

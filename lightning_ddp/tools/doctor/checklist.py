@@ -389,8 +389,9 @@ def run_checklist(settings: Settings, only: Sequence[str], path: Path) -> list[F
     seconds: dict[str, float] = {}
     numbers = {name.partition(" ")[2]: name for name in ITEMS}
     chosen = {numbers[name]: ITEMS[numbers[name]] for name in beginning_with(only, numbers, "item")}
-    with progress_bar(len(chosen), "checklist") as bar:
-        for site, variables in _sites(settings):
+    sites = list(_sites(settings))
+    with progress_bar(len(sites) * len(chosen), "checklist") as bar:
+        for site, variables in sites:
             for name, item in chosen.items():
                 start = time.monotonic()
                 with _set(variables):
