@@ -539,6 +539,21 @@ def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failur
     assert job.state.deadline(job.now) is None
 
 
+def test_a_rank_that_does_not_hear_that_all_stop_is_a_failure() -> None:
+    """Where no rank may be lost, nothing else ends the others, which are held."""
+    job = Job(3, recovery=None)
+    job.deaf = {2}
+    job.ask(0, STOP)
+    job.go()
+    job.go(GRACE_S - 0.1)
+    assert (job.state.phase, job.done) == (JobPhase.HOLDING, [])
+    job.go(0.2)
+    (action,) = job.done
+    assert isinstance(action, Accuse)
+    assert action.record.rank == 2
+    assert "rank(s) 2 did not reach" in action.record.message
+
+
 @pytest.mark.parametrize("is_asked", [False, True], ids=["before", "while it is asked"])
 def test_a_rank_that_ends_is_not_waited_for_where_all_stop(is_asked) -> None:
     job = Job(3, recovery=None)

@@ -487,7 +487,8 @@ class JobState:
             message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
             self.lose(process, process.failure(message), now, has_ended=False)
         if self._stops_by is not None and now >= self._stops_by and not self.is_pending:
-            late = [process for process in self.roster.remaining if process.is_active]
+            asked = self._orders.awaited or set(self.roster.remaining)  # a rank that is held is not late
+            late = [p for p in self.roster.remaining if p.is_active and p in asked]
             moved_at = max((process.moved_at for process in late), default=now - self._grace_s)
             # while one makes progress, as in a long validation, the others may wait for it
             self._stops_by = moved_at + self._grace_s if moved_at + self._grace_s > now else None
