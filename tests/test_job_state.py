@@ -539,6 +539,24 @@ def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failur
     assert job.state.deadline(job.now) is None
 
 
+def test_a_rank_that_has_left_after_a_run_need_not_end_the_next_one() -> None:
+    job = Job(2, recovery=None)
+
+    def change(place: int, *changes: Any) -> None:
+        for each in changes:
+            each(job.rank(place))
+        job.say(job.member(place))
+        job.go()
+
+    for place in range(2):
+        change(place, RankState.end_run)
+    change(1, RankState.leave)
+    change(0, lambda state: state.begin_run("test"))
+    assert job.state.all_ended == 1
+    change(0, RankState.end_run)
+    assert job.state.all_ended == 2
+
+
 def test_a_rank_that_does_not_hear_that_all_stop_is_a_failure() -> None:
     """Where no rank may be lost, nothing else ends the others, which are held."""
     job = Job(3, recovery=None)
