@@ -301,7 +301,7 @@ LOSSES: dict[str, tuple[RecoverySettings, list[tuple[int, dict[str, Any]]], str 
     },
     "killed after another has exited": (MANY, [(6, EXITED), (6, KILLED)], None),
     "crashed after another has exited": (MANY, [(6, EXITED), (6, CRASHED)], None),
-    "alike, two steps later": (MANY, [(6, EXITED), (8, EXITED)], None),
+    "alike, before the first step and two later": (MANY, [(0, EXITED), (2, EXITED)], None),
     **{
         f"from outside: {how}": (MANY, [(6, how)] * 5, None)
         for how in (KILLED, VANISHED, {"exit_code": -signal.SIGTERM})
