@@ -339,8 +339,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         is_fit = trainer is not None and trainer.state.fn == "fit"
         if is_fit and self._has_fitted:
             raise NotImplementedError(
-                f"trainer.fit() was called twice, which start_method={self._made_by!r} does not support. Make"
-                " another Trainer, and pass ckpt_path to its fit()."
+                f"trainer.fit() twice with start_method={self._made_by!r} is not supported. Make another"
+                " Trainer, and pass ckpt_path to its fit()."
             )
         strategy = self._owner
         environment = strategy.cluster_environment
@@ -513,7 +513,8 @@ class MultiprocessLauncher(MultiProcessingLauncher, LocalProcesses):
         super()._recover_results_in_main_process(worker_output, trainer)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        before, tempfile.tempdir = tempfile.tempdir, self._scratch  # Lightning leaves a folder there
+        before = tempfile.tempdir
+        tempfile.tempdir = self._scratch or before  # Lightning leaves a folder there
         try:
             self._output = super()._collect_rank_zero_results(trainer, results)
         finally:
