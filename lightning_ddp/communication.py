@@ -243,6 +243,11 @@ class Communication:
         if self.averager is not None:
             self.averager.rejoin(group)
 
+    def settle_others(self) -> None:
+        """Make this process, which has joined, send pending exchanges again, as the others do in `rejoin`."""
+        if self.averager is not None:
+            self.averager.settle_others()
+
     @property
     def is_local(self) -> bool:
         """True in local training, in which gradients are not averaged over all ranks."""

@@ -285,7 +285,7 @@ def test_a_new_process_has_what_a_hook_shares(name, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["diloco", *map(exhaustive, ("post_local_sgd", "slowmo", "hierarchical_sgd", "streaming_diloco"))],
+    ["streaming_diloco", *map(exhaustive, ("post_local_sgd", "slowmo", "hierarchical_sgd", "diloco"))],
 )
 def test_a_new_process_joins_local_training_at_a_round(name, tmp_path) -> None:
     """Rounds follow steps 5, 8 and so on. It has the outer state of the others from then on.

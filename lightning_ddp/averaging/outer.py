@@ -277,7 +277,7 @@ class StreamingDiLoCo(DiLoCo):
 
     def prepare(self) -> None:
         super().prepare()
-        self._begin_again(vars(self).get("_under_way", {}))
+        self._under_way: dict[int, _Exchange] = vars(self).get("_under_way", {})
 
     def _begin_again(self, under_way: dict[int, _Exchange]) -> None:
         """Make `under_way`, without results, the pending exchanges; they are sent again before their use."""
@@ -348,6 +348,10 @@ class StreamingDiLoCo(DiLoCo):
         return super().agree()
 
     # ------------------------------------------------------------------ other ranks
+
+    def settle_others(self) -> None:
+        super().settle_others()
+        self._begin_again(self._under_way)
 
     def mark(self) -> Any:
         return super().mark(), dict(self._under_way)

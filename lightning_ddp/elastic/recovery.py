@@ -411,6 +411,7 @@ class Recovery(StepObserver):
         if self._calls.state.place in new.joined:
             self._handover = received
             received.restore(self._trainer)
+            self._communication.settle_others()
 
     # ------------------------------------------------------------------ a process that joins
 
