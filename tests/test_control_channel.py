@@ -372,10 +372,8 @@ def test_a_rank_stalls_only_when_all_have_come() -> None:
     timeout_s = 0.4
     with running(2, stall_timeout_s=timeout_s) as run:
         first = run.connect(0)
-        begun_at = time.monotonic()
-        while time.monotonic() < begun_at + 3 * timeout_s:
-            assert first.who_is_here() == [0]
-        assert (run.server.first_failure, first.failure) == (None, None)
+        assert first.wait_for_verdict(3 * timeout_s) is None
+        assert run.server.first_failure is None
         run.connect(1)
         assert "no progress within stall_timeout=0.4 s" in verdict_of(first).message
 
@@ -393,7 +391,7 @@ def test_a_process_that_was_stopped_itself_does_not_take_the_server_for_silent(m
         assert watch.failure is None
 
 
-@pytest.mark.parametrize(("timeout_s", "num_ranks"), [(20.0, 4), (20.0, 16_384), (0.4, 2)])
+@pytest.mark.parametrize(("timeout_s", "num_ranks"), [(20.0, 4), (20.0, 16_384), (300.0, 4_096), (0.4, 2)])
 def test_a_rank_is_silent_for_the_timeout_and_not_for_less(timeout_s, num_ranks) -> None:
     """It has said hello, and stops just before it would have reported."""
     roster = Roster(2)
@@ -403,7 +401,7 @@ def test_a_rank_is_silent_for_the_timeout_and_not_for_less(timeout_s, num_ranks)
     interval_s = SupervisionSettings(stall_timeout_s=timeout_s).report_period_s(num_ranks)
     watch = StallWatch(timeout_s, interval_s)
     watch.begin(0.0)
-    assert interval_s <= timeout_s / 4
+    assert interval_s <= min(timeout_s / 4, SupervisionSettings().failure_grace_s / 3)
     rank.heard_at = rank.moved_at = 1.0
     stops_at, now, found = 1.0 + 0.99 * interval_s, 0.0, None
     while found is None:

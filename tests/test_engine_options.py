@@ -117,6 +117,20 @@ def test_a_buffer_hook_and_a_static_graph_outlast_an_update_of_the_group(rank, g
     assert module.second.weight.grad is None
 
 
+@on_ranks(2)
+def test_ranks_that_meet_again_copy_buffers_whatever_each_did_before(rank, group) -> None:
+    """As one that was in a validation, and one that joins."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("offset", torch.zeros(1))
+    model = BucketedDDP(module, process_group=group)
+    with torch.set_grad_enabled(rank == 1):
+        model(torch.ones(2, 4))
+    module.offset.fill_(rank)
+    model.update_process_group(group)
+    model(torch.ones(2, 4)).sum().backward()
+    assert module.offset == 0
+
+
 def steps_in_backward(rank, world_size):
     from torch.distributed.optim import _apply_optimizer_in_backward  # warns when it is imported
 

@@ -279,6 +279,8 @@ def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_ov
     assert job.state.phase is JobPhase.SHORT
     job.go(0.11)
     job.require_over("2 ranks remain", "no new ranks have joined within wait_s=5 s")
+    assert job.state.cause is not None
+    assert job.state.cause.rank == 0
 
 
 EXITED, RAISED = {"exit_code": 3}, {"exception_class": "builtins:ValueError", "exit_code": None}
@@ -537,6 +539,26 @@ def test_a_rank_that_does_not_come_to_the_boundary_at_which_all_stop_is_a_failur
     assert "rank(s) 2 did not reach the next step boundary" in action.record.message
     assert "made no progress for failure_grace_s=30 s" in action.record.message
     assert job.state.deadline(job.now) is None
+
+
+def test_ranks_that_wait_for_the_one_that_is_stuck_are_not_named_where_all_stop() -> None:
+    """All have heard of the boundary, by the threads of their channels."""
+    job = Job(3, recovery=None)
+    job.deaf = {0, 1, 2}
+    job.ask(0, STOP)
+    for _ in ("held", "told to stop", "later"):
+        job.go(1.0)
+        for place in range(3):
+            rank, where = job.rank(place), Where(waits_for=None if place == 2 else "all_reduce")
+            rank.hear(job.last_order(place))
+            said = rank.news(lambda where=where: where, is_due=True)
+            job.state.reported(job.member(place), said, job.now)
+    assert job.state.phase is JobPhase.STOPPING
+    job.go(GRACE_S + 0.1)
+    (action,) = job.done
+    assert isinstance(action, Accuse)
+    assert action.record.rank == 2
+    assert "rank(s) 2 did not reach" in action.record.message
 
 
 def test_a_rank_that_has_left_after_a_run_need_not_end_the_next_one() -> None:

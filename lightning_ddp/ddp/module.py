@@ -297,6 +297,7 @@ class BucketedDDP(Joinable, torch.nn.Module):
         self._group = group
         self._connect(named, find_hosts(self._group, self.device))
         self.reducer.recorder = recorder
+        self.require_forward_param_sync = True  # whatever each rank has done before
         self._module_buffers.hook, self._module_buffers.location = buffers.hook, buffers.location
         if before.hook is not None:
             self.reducer.set_hook(before.state, before.hook)

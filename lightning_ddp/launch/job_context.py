@@ -145,7 +145,7 @@ class JobContext:
             port = self.control.server.port
         published = "" if shared else options["token"]
         period_s = settings.report_period_s(world_size)
-        entry = (address, port, published, period_s, who.rank, who.node_rank, who.host, who.pid)
+        entry = (address, port, published, who.rank, who.node_rank, who.host, who.pid, period_s)
         store.set(_STORE_KEY, "\n".join(map(str, entry)))
         return self.control.server
 
@@ -467,7 +467,7 @@ def global_seed() -> int:
 
 def server_in(store: Any, shared: str | None) -> ServerAddress:
     """Return the control server's address that is published in a store; `shared` is the user's token."""
-    host, port, published, period_s, *who = store.get(_STORE_KEY).decode().split("\n")
+    host, port, published, *who, period_s = store.get(_STORE_KEY).decode().split("\n")
     if bool(shared) == bool(published):
         here, not_here = ("here", "for rank 0") if shared else ("for rank 0", "here")
         raise ConfigurationError(

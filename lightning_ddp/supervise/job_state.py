@@ -349,6 +349,7 @@ class JobState:
         if self._wants_boundary(now):
             self._enter(JobPhase.HOLDING, now)
         elif not self._all_are_active:  # the run ends
+            self.cause = None
             self._enter(JobPhase.RUNNING, now)
         elif now >= self._orders.since + self._wait_s:
             self._give_up(
@@ -415,7 +416,9 @@ class JobState:
                 return
         if self._orders.awaited:
             return
-        self._whole, self.left, self._voids, self.cause = self.generation, [], [], None
+        self._whole, self.left, self._voids = self.generation, [], []
+        if not self._is_short(self.roster.remaining):  # else it is why the job ends if nobody joins
+            self.cause = None
         self._parted -= self._healed
         self.history.went_on(now)
         if self.stopping is not None:
@@ -487,8 +490,7 @@ class JobState:
             message = f"it did not stop within failure_grace_s={self._grace_s:g} s"
             self.lose(process, process.failure(message), now, has_ended=False)
         if self._stops_by is not None and now >= self._stops_by and not self.is_pending:
-            asked = self._orders.awaited or set(self.roster.remaining)  # a rank that is held is not late
-            late = [p for p in self.roster.remaining if p.is_active and p in asked]
+            late = self._holding_up(now)
             moved_at = max((process.moved_at for process in late), default=now - self._grace_s)
             # while one makes progress, as in a long validation, the others may wait for it
             self._stops_by = moved_at + self._grace_s if moved_at + self._grace_s > now else None
@@ -499,6 +501,13 @@ class JobState:
                     f" boundary, and made no progress for failure_grace_s={self._grace_s:g} s"
                 )
                 self._actions.append(Accuse(late[0].failure(message)))
+
+    def _holding_up(self, now: float) -> list[Process]:
+        """Return the ranks that hold up a stop: those that are silent, else those that wait for no other."""
+        active = [process for process in self.roster.remaining if process.is_active]
+        asked = [process for process in active if process in self._orders.awaited] or active
+        silent = [process for process in asked if process.heard_at + self._grace_s <= now]
+        return silent or [p for p in asked if p.report.where.waits_for is None] or asked
 
     # ------------------------------------------------------------------ who joins and leaves
 

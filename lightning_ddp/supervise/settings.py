@@ -176,5 +176,7 @@ class SupervisionSettings:
         A report costs the server some 50 us, so all ranks together send at most 64 or 128 a second.
         """
         if self.stall_timeout_s is not None:  # a stopped rank is found by so much later
-            return min(max(0.25, num_ranks / 64), self.stall_timeout_s / REPORTS_A_TIMEOUT)
-        return min(max(1.0, num_ranks / 128), self.failure_grace_s / 3)
+            often_s, longest_s = max(0.25, num_ranks / 64), self.stall_timeout_s / REPORTS_A_TIMEOUT
+        else:
+            often_s, longest_s = max(1.0, num_ranks / 128), self.failure_grace_s / 3
+        return min(often_s, longest_s, self.failure_grace_s / 3)
