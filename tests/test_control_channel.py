@@ -525,6 +525,22 @@ def test_missing_ranks_are_named() -> None:
             run.watches[0].wait_for_all(0.2, lambda: None)
 
 
+def test_a_rank_that_waits_for_others_hears_that_the_server_has_closed() -> None:
+    with running(2) as run:
+        run.connect(0)
+        assert run.watches[0].who_is_here() == [0]
+        run.server.close()
+        with pytest.raises(RendezvousError, match="the control server has closed, as the program of rank 0"):
+            run.watches[0].wait_for_all(DEADLINE_S, lambda: None)
+
+
+def test_a_rank_does_not_wait_for_ever_for_another_run_of_rank_0() -> None:
+    session = JobContext()
+    session.num_failed = 1
+    with pytest.raises(RendezvousError, match=r"rank 0 has not begun another run within 0.1 s"):
+        session.find_server(dist.HashStore(), 0.1)
+
+
 def test_a_failure_frees_a_rank_that_is_held() -> None:
     with running(2) as run, connected(run) as mute:
         run.connect(0)
@@ -920,14 +936,14 @@ def test_the_token_is_in_the_environment_or_in_the_store(monkeypatch, has_token)
     )
     try:
         assert (TOKEN.encode() in store.get("lightning_ddp/control_server")) is False
-        assert server.token == (TOKEN if has_token else session.find_server(store).token)
+        assert server.token == (TOKEN if has_token else session.find_server(store, DEADLINE_S).token)
         if has_token:
             monkeypatch.delenv("LIGHTNING_DDP_TOKEN")
         else:
             monkeypatch.setenv("LIGHTNING_DDP_TOKEN", TOKEN)
         words = "set for rank 0 but not here" if has_token else "set here but not for rank 0"
         with pytest.raises(ConfigurationError, match=f"LIGHTNING_DDP_TOKEN is {words}"):
-            session.find_server(store)
+            session.find_server(store, DEADLINE_S)
     finally:
         server.close()
 

@@ -303,6 +303,34 @@ def test_who_fails_between_two_runs_is_named(victim, how, then, words) -> None:
     assert words in report, context
 
 
+BEFORE_THE_NEXT_RUN = f"""{TRAINS}
+from lightning_ddp.launch.job_context import job_context
+
+class Model(BoringModel):
+    def configure_callbacks(self):
+        if number == 1 and rank == 1:
+            raise ValueError("no such column: 'age'")
+        return []
+
+rank = int(os.environ.get("LOCAL_RANK", 0))
+for number in range(3):
+    if number == 1 and rank == 0:
+        job_context().control.wait_for_verdict(30)  # while it is between two runs
+    try:
+        trainer(max_epochs=1, limit_train_batches=2).fit(Model())
+        print("rank", f"{{rank}}, run {{number}}: fitted", flush=True)
+    except ValueError as error:
+        print("rank", f"{{rank}}, run {{number}}: {{type(error).__name__}}", flush=True)
+"""
+
+
+def test_a_failure_that_is_heard_between_two_runs_and_caught_does_not_end_the_third() -> None:
+    result = run_script(BEFORE_THE_NEXT_RUN, timeout_s=DEADLINE_S).check()
+    said = {"rank 0, run 1: PeerFailure", "rank 1, run 1: ValueError"}
+    said |= {f"rank {rank}, run {number}: fitted" for rank in range(2) for number in (0, 2)}
+    assert said <= set(result.stdout.splitlines()), result.stdout + result.stderr
+
+
 TWO_STRATEGIES = f"""{TRAINS}
 for options in ({{"stall_timeout": 60}}, {{"failure_grace_s": 5}}, {{"failure_grace_s": 5}}):
     trainer(lightning_ddp.CustomDDPStrategy(**options), max_steps=1).fit(BoringModel())
@@ -361,6 +389,35 @@ def test_a_child_that_has_not_met_the_others_dies_with(launcher, victim, tmp_pat
         pid = script.pid if victim == "supervisor" else int((tmp_path / "first").read_text())
         os.kill(pid, signal.SIGKILL)
         assert script.wait(DEADLINE_S, leftover_grace_s=30.0).returncode == -signal.SIGKILL
+
+
+FAILS_BEFORE_IT_CONNECTS = f"""{TRAINS}
+from lightning_ddp.launch.job_context import job_context
+
+class Model(BoringModel):
+    def configure_callbacks(self):
+        server = job_context().control.server
+        while server is not None and not server.identities:
+            time.sleep(0.01)
+        if server is not None:
+            raise ValueError("no such column: 'age'")
+        return []
+
+trainer(devices=1, num_nodes=2, max_steps=1).fit(Model())
+"""
+
+
+def test_ranks_of_another_node_hear_that_rank_0_has_failed_before_it_had_connected() -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = [env | {"NODE_RANK": str(node)} for node in range(2)]
+    with contextlib.ExitStack() as stack:
+        started = [start_script(FAILS_BEFORE_IT_CONNECTS, env=node) for node in nodes]
+        for script in [stack.enter_context(node) for node in started]:
+            result = script.wait(DEADLINE_S)
+            assert result.returncode == 1
+            report = result.stderr.rpartition("lightning_ddp: ")[2]
+            assert report.startswith("rank 0 (node 0, host "), result.stderr
+            assert "ValueError: no such column: 'age'" in report
 
 
 WHILE_IT_STARTS = f"""{TRAINS}

@@ -40,12 +40,12 @@ from lightning_ddp.launch.process_end import (
 from lightning_ddp.launch.recovery_client import Cause, RecoveryClient, cause_of_error, interruption_behind
 from lightning_ddp.launch.zygote import was_passed_on
 from lightning_ddp.supervise.client import ControlClient, ServerAddress
-from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S
+from lightning_ddp.supervise.failure_detection import ECHO_WAIT_S, EXIT_WAIT_S
 from lightning_ddp.supervise.failure_record import FailureRecord, Identity, Where, render, shortened
 from lightning_ddp.supervise.guard import forbid_stack, permit_stack, tell_guard
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.orders import Wish, WishKind
-from lightning_ddp.supervise.protocol import Exited, Message, Saved, Start
+from lightning_ddp.supervise.protocol import Exited, Failed, Message, Saved, Start
 from lightning_ddp.supervise.rank_state import Passage
 from lightning_ddp.supervise.server import ControlServer
 from lightning_ddp.supervise.settings import SupervisionSettings
@@ -268,13 +268,13 @@ class FailureHandler:
 
     def run(self, trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a Trainer's function under supervision: until it returns, this process's exit is a failure."""
-        self.interrupt.check()
         if trainer is not None:
             self.follow(trainer)
         # Lightning's functions are called _fit_impl, _test_impl ...
         self.enter(getattr(function, "__name__", "run").removeprefix("_").removesuffix("_impl"))
         try:
             try:
+                self.interrupt.check()
                 result = function(*args, **kwargs)
             except Exception as error:
                 if self.calls is not None and (retired := explain_retired(error)) is not None:
@@ -518,15 +518,20 @@ class FailureHandler:
 
     def fail(self, trace: str, cause: str | None = None) -> None:
         """Report to the server that this rank failed, with a traceback; `cause` defaults to its last line."""
-        if self.watch is None:
+        if self.watch is None and self.server is None:
             return
+        who = self.identity or Identity(rank=0, node_rank=0)  # which has the server, if it has not connected
         where = self._position()
         if cause is None:
             cause = trace.strip().splitlines()[-1] if trace.strip() else "reconciliate_processes was called"
             trace = trace.replace(cause, shortened(cause))
         more = {"step": where.step, "phase": where.phase, "traceback": trace or None}
-        record = FailureRecord.of_identity(self.watch.identity, shortened(cause), **more)
-        self.watch.report(record, is_echo=False)
+        record = FailureRecord.of_identity(who, shortened(cause), **more)
+        if self.watch is not None:
+            self.watch.report(record, is_echo=False)
+        elif self.server is not None:
+            self.server.tell(Failed(record))
+            self.server.wait_for_verdict(EXIT_WAIT_S)
 
     def child_ended(self, record: FailureRecord) -> None:
         """Report a child's exit to the server, not code 0 if all met without recovery. Thread-safe."""

@@ -149,10 +149,16 @@ class JobContext:
         store.set(_STORE_KEY, "\n".join(map(str, entry)))
         return self.control.server
 
-    def find_server(self, store: Any) -> ServerAddress:
+    def find_server(self, store: Any, timeout_s: float) -> ServerAddress:
         """Wait until rank 0 has published the address of the control server, then return it."""
+        deadline = time.monotonic() + timeout_s
         while self.num_failed and not store.check([_STORE_KEY]):  # rank 0 may have left
             self.control.interrupt.check()
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"rank 0 has not begun another run within {timeout_s:g} s, as this rank did after a"
+                    " failure that the script has caught. All ranks must continue alike."
+                )
             time.sleep(_LOOK_EVERY_S)
         return server_in(store, self.rendezvous.token)
 
@@ -162,7 +168,7 @@ class JobContext:
         """Connect to the control server unless connected; wait until all ranks have connected."""
         if self.control.watch is None:
             who = replace(identity, start=self._start if self.is_joining else None)
-            self.control.connect(self.find_server(store), who, settings)
+            self.control.connect(self.find_server(store, timeout_s), who, settings)
         assert self.control.watch is not None
         self.control.watch.wait_for_all(timeout_s, self.control.interrupt.check)
         self.control.interrupt.check()
@@ -328,6 +334,7 @@ class Joining:
             try:
                 context.connect(store, identity, settings, _LONGEST_WAIT_S)
             except RendezvousError as error:
+                context.control.check_whether_late()
                 if identity.node_rank == 0 and isinstance(error.__cause__, ConnectionRefusedError):
                     context.control.leave_late()  # the server was on this host, and was closed at the end
                 raise

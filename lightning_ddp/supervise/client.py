@@ -175,6 +175,11 @@ class ControlClient:
         while not self.has_met:
             self.wait_for_order()
             check()
+            if self._is_deaf and self.failure is None:
+                raise RendezvousError(
+                    f"rank {self.identity.rank}: the control server has closed, as the program of rank 0 has"
+                    " ended before all ranks had connected. Its output says why."
+                )
             if time.monotonic() > deadline:
                 raise RendezvousError(
                     f"rank {self.identity.rank}: after {timeout_s:g} s not all ranks have arrived;"
