@@ -376,8 +376,6 @@ train_reload_epoch = _reader("fit_loop._last_train_dl_reload_epoch")
 set_train_reload_epoch = _writer("fit_loop._last_train_dl_reload_epoch")
 val_reload_epoch = _reader("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch")
 set_val_reload_epoch = _writer("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch")
-set_saved_last = _writer("_last_global_step_saved")
-"""Set the step that `saved_last` returns."""
 running_hook = _reader("_current_fx_name")
 """Return the hook or step of a module that Lightning runs at present, or None."""
 set_launcher = _writer("_launcher")
@@ -486,6 +484,18 @@ def limit_validation(trainer: Trainer) -> None:
 def saved_last(callback: Any) -> int | None:
     """Return the step of a `ModelCheckpoint`'s last save, `_last_global_step_saved`; None for others."""
     return getattr(callback, "_last_global_step_saved", None)
+
+
+def saving_state(callback: Any) -> dict[str, Any]:
+    """Return a `ModelCheckpoint`'s last save, and whether one is deferred, by their names; else {}."""
+    names = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+    return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+
+
+def set_saving_state(callback: Any, state: dict[str, Any]) -> None:
+    """Set a `ModelCheckpoint`'s attributes to those that `saving_state` has returned."""
+    for name, value in state.items():
+        _set(callback, name, value)
 
 
 def fetch_anew(trainer: Trainer, num_fetched: int) -> None:

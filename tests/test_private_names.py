@@ -77,7 +77,8 @@ NAMES = {
     "pytorch_lightning.LightningModule": "_current_fx_name",
     "pytorch_lightning.Trainer": """
         _checkpoint_connector _fit_impl _logger_connector _run_sanity_check _signal_connector _teardown""",
-    "pytorch_lightning.callbacks.ModelCheckpoint": "_last_global_step_saved",
+    "pytorch_lightning.callbacks.ModelCheckpoint": """
+        _defer_save_until_validation _last_checkpoint_saved _last_global_step_saved""",
     "pytorch_lightning.loggers.CSVLogger": "_experiment _version",
     "pytorch_lightning.loggers.csv_logs.ExperimentWriter": "_check_log_dir_exists _fs",
     "pytorch_lightning.loops.evaluation_loop._EvaluationLoop": """

@@ -332,6 +332,19 @@ BESIDE = {
 }
 
 
+@pytest.mark.slow
+def test_a_new_process_has_what_callbacks_have_changed(tmp_path) -> None:
+    """Accumulation since the second epoch, and a save that waits for a validation."""
+    saving = {"monitor": "val", "every_n_train_steps": 8, "save_top_k": -1, "filename": "{step}"}
+    trainer = {"max_epochs": 3, "check_val_every_n_epoch": 2}
+    order = {"validates": True, "checkpoints": saving, "accumulates": {0: 1, 1: 2}, "trainer": trainer}
+    order.update(step_s=0.3, until_generation=99)
+    ledger = replace(tmp_path, fault(1, "forward", 9), launcher=RUN, **order)
+    ledger.check_all_ended(3)
+    for entries in ledger.by_batch():
+        require_same(entries)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("cell", BESIDE)
 def test_a_new_process_has_what_lightning_has_beside_a_step(cell, tmp_path) -> None:

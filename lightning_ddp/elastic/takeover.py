@@ -21,9 +21,9 @@ from lightning_ddp._lightning import (
     load_loops,
     logger_version,
     restore_checkpoint,
-    saved_last,
+    saving_state,
     set_logger_version,
-    set_saved_last,
+    set_saving_state,
     set_train_reload_epoch,
     set_val_reload_epoch,
     train_reload_epoch,
@@ -126,7 +126,9 @@ class Handover:
     dealt: list[Any]  # used part of the data, of each loader
     num_batches: int  # number of used batches of this epoch
     metrics: dict[str, Any]  # metrics that callbacks monitor
-    saved: list[int | None]  # step of the last checkpoint of each callback; None where it saves none
+    saving: list[dict[str, Any]]  # last save of each callback
+    accumulate_grad_batches: int  # which a callback may have changed
+    trains: list[bool]  # whether each parameter requires a gradient
     should_stop: bool
     num_recoveries: int
 
@@ -143,7 +145,9 @@ class Handover:
             dealt=dealer.state(),
             num_batches=int(trainer.fit_loop.epoch_loop.batch_progress.current.completed),
             metrics=dict(callback_metrics(trainer)),
-            saved=[saved_last(callback) for callback in trainer.callbacks],  # type: ignore[attr-defined]
+            saving=list(map(saving_state, trainer.callbacks)),  # type: ignore[attr-defined]
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            trains=[parameter.requires_grad for parameter in trainer.lightning_module.parameters()],
             should_stop=bool(trainer.should_stop),
             num_recoveries=num_recoveries,
         )
@@ -152,9 +156,8 @@ class Handover:
         """Load the training state into this process, except the loops' counters. Does not communicate."""
         restore_checkpoint(trainer, dict(self.checkpoint))
         callback_metrics(trainer).update(self.metrics)
-        for callback, step in zip(trainer.callbacks, self.saved, strict=True):  # type: ignore[attr-defined]
-            if step is not None:
-                set_saved_last(callback, step)
+        for callback, saving in zip(trainer.callbacks, self.saving, strict=True):  # type: ignore[attr-defined]
+            set_saving_state(callback, saving)
         trainer.should_stop = self.should_stop
 
     def restore_reload_epochs(self, trainer: Trainer) -> None:
@@ -163,9 +166,12 @@ class Handover:
         set_val_reload_epoch(trainer, self.reload_epochs[1])
 
     def restore_loops(self, trainer: Trainer, dealer: Dealer) -> None:
-        """Set the loops' counters and the used part of the data to those inside the running epoch."""
+        """Set the loops' counters, the used part of the data and what callbacks may change in an epoch."""
         load_loops(trainer, self.checkpoint["loops"]["fit_loop"])
         dealer.load(self.dealt)
+        trainer.accumulate_grad_batches = self.accumulate_grad_batches
+        for parameter, trains in zip(trainer.lightning_module.parameters(), self.trains, strict=True):
+            parameter.requires_grad_(trains)
 
 
 def seed_generators(*, seed: int, rank: int, step: int) -> None:

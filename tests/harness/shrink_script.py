@@ -607,6 +607,9 @@ def new_trainer() -> pl.Trainer:
     saving = []
     if "checkpoints" in ORDER:
         saving.append(pl.callbacks.ModelCheckpoint(**{"dirpath": FOLDER / "saved", **ORDER["checkpoints"]}))
+    if "accumulates" in ORDER:
+        scheduled = {int(epoch): number for epoch, number in ORDER["accumulates"].items()}
+        saving.append(pl.callbacks.GradientAccumulationScheduler(scheduled))
     if ORDER.get("records"):
         saving.append(lightning_ddp.callbacks.CommunicationMonitor(4, timeline=FOLDER / "timeline"))
     strategy = Strategy(
