@@ -467,6 +467,16 @@ def test_local_training_goes_back_to_the_last_round_and_uses_each_sample_once(
 
 
 @pytest.mark.slow
+def test_a_rank_finishes_a_round_only_when_all_ranks_can(tmp_path) -> None:
+    """Without buffers nothing but the exchange that began three steps before makes it wait for the others."""
+    options = {"name": "streaming_diloco", "period": 8, "num_fragments": 2, "delay": 3, "start_step": 3}
+    order = {"devices": 3, "strategy": {"model_averaging": options}, "plain": True}
+    order.update(samples=192, slow=[[1, 7]])
+    ledger = train(tmp_path, faults=[fault(2, "forward", 10)], **order)
+    ledger.check_rounds(2, lambda number: number < 3, num_samples=192)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "moment", "step"),
     [

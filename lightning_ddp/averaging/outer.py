@@ -334,6 +334,9 @@ class StreamingDiLoCo(DiLoCo):
         assert pending.future is not None
         deltas = self.channel.wait(pending.future).split([self._anchors[n].numel() for n in pending.names])
         self.settle(replace(track, names=pending.names))
+        if self.keeps_rounds:  # the exchange says nothing of the steps that others have taken since
+            channel = self.channel
+            channel.wait(channel.submit(lambda: channel.all_reduce(torch.zeros(1, device=channel.device))))
         rates = self.learning_rates(track)
         weight = self.options.local_weight if self.options.delay else 0.0
         with torch.no_grad():

@@ -258,7 +258,11 @@ class Ledger:
         assert not list(self.folder.glob("**/emergency*"))
 
     def check_rounds(
-        self, lost: int, is_common: Callable[[int], bool], rate: Callable[[int], float] | None = None
+        self,
+        lost: int,
+        is_common: Callable[[int], bool],
+        rate: Callable[[int], float] | None = None,
+        num_samples: int = SAMPLES,
     ) -> None:
         """Each step and each sample once, whatever was undone, and one state after each round."""
         assert self.ended == list(range(lost))
@@ -271,7 +275,7 @@ class Ledger:
         for number, entries in steps.items():
             left = [entry for entry in entries if entry["place"] != lost]
             require_same(left, ["outer", *["parameters"] * is_common(number)])
-        self.check_samples(steps)
+        self.check_samples(steps, num_samples=num_samples)
 
     def check_behind(self) -> None:
         """Who slept has step 3 from the others."""
