@@ -111,16 +111,17 @@ def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_proc
 def test_random_numbers_are_drawn_again_from_where_they_were_at_the_last_boundary() -> None:
     """Also the second normal number of a pair."""
 
-    def draw() -> tuple[Any, ...]:
-        return random.random(), random.gauss(0, 1), torch.rand(2).tolist(), numpy.random.randn(3).tolist()
+    def draw(num_normal: int) -> tuple[Any, ...]:
+        normal = numpy.random.randn(num_normal).tolist()
+        return random.random(), random.gauss(0, 1), torch.rand(2).tolist(), normal
 
-    before = RandomStates()
-    for _ in range(3):
-        states = RandomStates()
-        drawn = draw()
+    before = states = RandomStates()
+    for num_normal in (3, 1, 3, 0, 3):
+        states = RandomStates(states)
+        drawn = draw(num_normal)
         for _ in range(2):
             states.restore()
-            assert draw() == drawn
+            assert draw(num_normal) == drawn
     before.restore()
 
 

@@ -21,6 +21,7 @@ class Mark:
     def __init__(self, *args: Any, phase: int = 0, has_weights: bool = False, **more: Any) -> None:
         self.phase, self.has_weights = phase, has_weights
         self.num_batches = self.num_restored = 0
+        self.random = None
 
     def restore(self) -> None:
         self.num_restored += 1
