@@ -287,6 +287,18 @@ def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_average
         assert p.equal(old + 0.5)
 
 
+@on_ranks(3)
+def test_parameters_of_16_bits_are_averaged_in_32(rank, group):
+    """In 16 bits it would be 110, in whatever order. Over a network: shared memory adds in 32 bits anyway."""
+    module = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    averager = build_averager(EVERY_STEP, module, [optimizer], group)
+    averager.channel._staging = lambda: None
+    nn.init.constant_(module.weight, (101.0, 131.0, 97.0)[rank])
+    averager.step(optimizer)
+    assert module.weight.item() == 109.5
+
+
 def test_a_tensor_larger_than_a_chunk_goes_in_several(monkeypatch):
     monkeypatch.setattr("lightning_ddp.encoding.mean.CHUNK_NUMEL", 7)
     check(EVERY_STEP, 3, lambda step, x: average(x), num_steps=3)

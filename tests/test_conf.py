@@ -361,6 +361,8 @@ def test_importing_the_package_changes_nothing_for_a_program_with_such_keys_or_g
         ("defaults: [{trainer: default}, {strategy: custom_ddp}, _self_]", ["+experiment=ours"], "powersgd"),
         # a group of its own, of which it names a file that only the package has
         ("defaults: [{strategy: custom_ddp}, {trainer: gpu}, _self_]", ["strategy=mine"], "mine"),
+        # one that is called like the package's: it has precedence
+        ("defaults: [{strategy: custom_ddp}, {strategy@more: powersgd}, _self_]", [], "ours"),
         # by the long name
         ("launcher: a", ["+lightning_ddp/strategy@strategy=powersgd", "launcher=b"], "powersgd"),
         (
@@ -376,8 +378,10 @@ def test_a_group_takes_part_where_the_defaults_name_it(tmp_path, main, overrides
         "main.yaml": main,
         "experiment/ours.yaml": experiment,
         "trainer/default.yaml": "max_epochs: 3\n",
-        **({"strategy/mine.yaml": "ddp_comm_hook: {name: mine}\n"} if "mine" in expected else {}),
     }
+    own = {"mine": "mine", "ours": "custom_ddp"}
+    if expected in own:
+        files[f"strategy/{own[expected]}.yaml"] = f"ddp_comm_hook: {{name: {expected}}}\n"
     write_files(tmp_path, files)
     with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
         config = hydra.compose("main", overrides)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from harness import run_script, run_threads
 
 from lightning_ddp.__main__ import main
-from lightning_ddp.tools.doctor import diagnosis, machine
+from lightning_ddp.tools.doctor import _Examination, diagnosis, machine
 from lightning_ddp.tools.doctor.machine import Finding, Plan, examine, gather_facts, place
 
 TORCHRUN = {
@@ -138,6 +139,20 @@ def test_what_is_wrong_on_one_rank_is_found_and_named(changes, check, level, say
     findings = diagnosis.check_answers([answer(rank=0), answer(rank=1, **{"local_rank": 1, **changes})])
     assert levels(findings)[check] == level
     assert says in text_of(findings, check)
+
+
+def test_what_only_the_comparison_of_the_ranks_finds_is_a_failure_of_the_command(capsys):
+    args: Any = SimpleNamespace(nodes=None, processes=2, full=None)
+    examination = _Examination(args)
+    measured = {"all_reduce": {"num_bytes": 1, "seconds": 1.0}, "measured_on": "gloo"}
+    examination._answers = [answer(rank=0, **measured), answer(rank=1, packages={"torch": "1.0"}, **measured)]
+    assert examination.report(as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == "FAIL"
+
+
+def test_no_secret_is_told():
+    env = {"LIGHTNING_DDP_TOKEN": "a", "NCCL_API_KEY": "b", "SLURM_PASSWORD": "c", "NCCL_DEBUG": "INFO"}
+    assert gather_facts(env, rank=0, local_rank=0)["variables"] == {"NCCL_DEBUG": "INFO"}
 
 
 def test_what_other_ranks_have_found_on_their_own_is_reported_for_them():

@@ -39,6 +39,7 @@ from lightning_ddp.shm import shared_memory
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.protocol import Failed, Hello, pack
+from lightning_ddp.telemetry.timeline import load_folder
 
 FAULTS = ("exception", "exit", "kill", "segv", "stop", "memory")
 MOMENTS = ("sanity", "forward", "backward", "optimizer", "validation", "checkpoint", "loader", "teardown")
@@ -421,7 +422,9 @@ def test_an_exception_whose_text_is_long_or_cannot_be_had_is_told(tmp_path, faul
 def test_what_all_ranks_raise_is_caught_as_what_it_is_and_the_script_fits_again(
     tmp_path, fault, launcher
 ) -> None:
-    result = run_user(tmp_path, launcher=launcher, fault=fault, catches=True, fits_again=True).check()
+    options = {"catches": True, "fits_again": True, "monitors": True}
+    result = run_user(tmp_path, launcher=launcher, fault=fault, **options).check()
+    assert len(load_folder(tmp_path / "timeline")) == 2, "of the steps before the failure"
     kinds = {"ValueError"} if fault == "exception" else {"ValueError", "PeerFailure"}
     notes = read_notes(tmp_path)
     assert {notes[f"caught-{rank}"]["kind"] for rank in range(2)} == kinds, result.stderr

@@ -99,6 +99,7 @@ def test_a_rank_is_slow_after_so_many_steps_in_a_row_and_again_when_they_have_do
     assert slow.add(late, limit_us=50) == [(2, 8, 75.0)]
     assert slow.add(lateness({0: [9], 1: [9], 2: [9], 3: [9]}), limit_us=50) == []
     assert slow.add(late, limit_us=50) == [], "the streak was broken"
+    assert slow.add(late, limit_us=50) == [(2, 4, 75.0)]
 
 
 def test_one_early_rank_makes_no_others_late() -> None:
@@ -339,12 +340,16 @@ def test_recordings_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_run_is_one_page_with_all_that_it_needs(tmp_path: Path, capsys) -> None:
-    for recording in two_ranks(clock_ms=7):
+    sizes: Any = {"old_world_size": 2, "new_world_size": 3, "lost_ranks": [], "joined_ranks": [2]}
+    change = Change(step=1, seconds=0.5, cause=None, **sizes)
+    first, second = two_ranks(clock_ms=7)
+    for recording in (first, replace(second, changes=(change,))):  # rank 0 has joined later
         save(tmp_path / "a <run>", recording)
     target = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "a <run>"), "--page", str(target)]) == 0
     text = target.read_text()
     assert "Run a &lt;run&gt;: 2 ranks, steps 0 to 2" in text
+    assert re.search(r"^1 +2 to 3 +- +2 +0\.50 +new processes<", text, re.MULTILINE)
     assert re.search(r"^1 +host1 +100\.00 +10\.00 +3\.00 +2\.00", text, re.MULTILINE)
     assert text.count("<svg") == text.count("</svg>") == 2, "the charts and the timeline"
     assert re.search(r"<script|<link|src=|href=\"[^#]", text) is None, "nothing is loaded"

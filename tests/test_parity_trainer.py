@@ -116,3 +116,9 @@ def test_results_equal_those_of_lightnings_ddp(name, case, launched, lightning):
         assert ours[key] == theirs[key], key
     if "predict" in theirs:
         assert torch.equal(ours["predict"], theirs["predict"])
+
+
+def test_after_a_fit_all_ranks_have_the_buffers_of_rank_0(launched):
+    """Those of the last batch too, which no forward has copied."""
+    said = [line for line in launched("popen").script.stdout.splitlines() if "plain: the buffers are" in line]
+    assert (len(said), len(set(said))) == (2, 1)

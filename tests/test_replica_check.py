@@ -382,6 +382,15 @@ def test_learning_rates_that_differ_are_found_and_cannot_be_healed(tmp_path: Pat
     assert "rank 1 has another lr of parameter group 0" in result.stderr
 
 
+def test_of_two_ranks_that_differ_none_is_healed(tmp_path: Path) -> None:
+    strategy = {"replica_check": "heal", "on_failure": "shrink"}
+    flips = [[1, 5, "exp_avg_sq of head.bias", 1, 25]]
+    result, _ = train(tmp_path, devices=2, steps=300, step_s=0.01, flips=flips, strategy=strategy)
+    assert result.returncode == 1
+    assert "nobody knows which is right without a majority" in result.stderr
+    assert "healed" not in result.stderr
+
+
 def test_a_rank_that_has_parted_takes_over_the_state_of_the_majority_each_time(tmp_path: Path) -> None:
     flips = [[1, 9, "backbone.0.weight", 17, 31], [2, 260, "exp_avg_sq of head.bias", 1, 26]]
     strategy = {"replica_check": "heal", "on_failure": "shrink"}

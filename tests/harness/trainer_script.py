@@ -57,6 +57,10 @@ class Classifier(pl.LightningModule):
         wrapper = type(self.trainer.strategy.model).__name__
         os.write(1, f"{self.case}: rank {rank} of {world_size} has {wrapper}\n".encode())
 
+    def on_fit_end(self) -> None:
+        total = sum(float(buffer.sum()) for buffer in self.buffers())
+        os.write(1, f"{self.case}: the buffers are {total.hex()}\n".encode())
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("train_loss", loss, sync_dist=True, on_step=False, on_epoch=True)
