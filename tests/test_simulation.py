@@ -53,6 +53,8 @@ def test_histories(seeds) -> None:
             843667, id="all processes are stopped while a lost connection waits for its explanation"
         ),
         pytest.param(767916, id="a rank is stopped, and another dies, as all are to stop"),
+        pytest.param(2014509, id="a node is cut off while all stop, and one of its ranks has ended"),
+        pytest.param(2018130, id="a node of which one rank has ended is lost in a stop"),
     ],
 )
 def test_a_history_that_failed(seed) -> None:

@@ -238,7 +238,7 @@ class JobControl:
 
     def _lose_node(self, node: int | None, message: str, now: float, *, has_ended: bool) -> None:
         for member in self.job.roster.remaining:
-            if member.node == node:
+            if member.node == node and member.phase is not RankPhase.ENDED:
                 self._lose(member, member.failure(message), now, has_ended=has_ended)
 
     def _end_with_echoes(self) -> None:
