@@ -435,7 +435,8 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
             dataloader = dealer.adopt(dataloader)
         if self._lockstep is None:
             return dataloader
-        _require_lockstep(self.lightning_module)
+        if self._journal is None or not self._journal.is_read:  # who joins is told which samples are used
+            _require_lockstep(self.lightning_module)
         if dealer is None:
             return self._lockstep.wrap(dataloader)
         most, spare = partial(dealer.most, dataloader), partial(dealer.spare, dataloader)

@@ -58,10 +58,12 @@ def test_a_new_process_has_the_results_of_a_part_of_the_setup_that_was_repeated_
 
 
 @pytest.mark.slow
-def test_a_new_process_makes_dataloaders_anew_when_the_others_do(tmp_path) -> None:
+@pytest.mark.parametrize("uneven_inputs", [None, "join"])
+def test_a_new_process_makes_dataloaders_anew_when_the_others_do(uneven_inputs, tmp_path) -> None:
     """Those of the epoch in which it joins, and then with the others."""
-    trainer = {"reload_dataloaders_every_n_epochs": 1}
-    ledger = replace(tmp_path, fault(1, "forward", 10), launcher=RUN, hooks=True, trainer=trainer)
+    order = {"trainer": {"reload_dataloaders_every_n_epochs": 1}, "hooks": True, "plain": True}
+    order["strategy"] = {"uneven_inputs": uneven_inputs}
+    ledger = replace(tmp_path, fault(1, "forward", 10), launcher=RUN, **order)
     ledger.check_members(3)
     (joined,) = {entry["step"] for entry in ledger.changes if entry["joined"]}
     begun = next(entry["epoch"] for entry in ledger.commits if entry["step"] >= joined)
