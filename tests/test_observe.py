@@ -343,7 +343,8 @@ def test_the_report_of_a_run_is_one_page_with_all_that_it_needs(tmp_path: Path, 
     sizes: Any = {"old_world_size": 2, "new_world_size": 3, "lost_ranks": [], "joined_ranks": [2]}
     change = Change(step=1, seconds=0.5, cause=None, **sizes)
     first, second = two_ranks(clock_ms=7)
-    for recording in (first, replace(second, changes=(change,))):  # rank 0 has joined later
+    steps = [*second.steps[:2], replace(second.steps[2], step=9, forward_start=900 * MS)]  # after a gap
+    for recording in (first, replace(second, changes=(change,), steps=steps)):  # rank 0 has joined later
         save(tmp_path / "a <run>", recording)
     target = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "a <run>"), "--page", str(target)]) == 0
