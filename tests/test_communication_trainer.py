@@ -67,6 +67,8 @@ def test_momentum_is_not_applied_twice(group):
     optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ConfigurationError, match="would both be applied"):
         communication.start(run.module, [optimizer], Group(group))
+    optimizer = torch.optim.Adam(run.module.parameters(), betas=(0.0, 0.99))
+    communication.start(run.module, [optimizer], Group(group))
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_ddp import BucketedDDP
 from lightning_ddp.__main__ import main
-from lightning_ddp.callbacks import CommunicationMonitor, summarize
+from lightning_ddp.callbacks import CommunicationMonitor, WorldChange, summarize
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.protocol import LIMIT_BYTES, SendValue, pack
 from lightning_ddp.telemetry.step_record import BucketRecord, StepRecord, StepRecorder
@@ -212,6 +212,23 @@ def test_a_second_call_begins_to_record_anew(process_group) -> None:
         for _ in range(len(kept)):
             model(torch.ones(2, 8)).sum().backward()
         assert [record.step for record in recorder.records] == kept
+
+
+@on_ranks(1)
+def test_a_change_of_ranks_is_numbered_as_the_steps_of_this_fit(process_group, tmp_path: Path) -> None:
+    model = BucketedDDP(layers(), process_group=process_group)
+    strategy = SimpleNamespace(model=model)
+    trainer: Any = SimpleNamespace(strategy=strategy, global_step=40, world_size=1, is_global_zero=False)
+    trainer.global_rank = 0
+    monitor, module = CommunicationMonitor(timeline=tmp_path), pl.LightningModule()
+    monitor.on_fit_start(trainer, module)
+    sizes: Any = {"old_world_size": 2, "old_rank": 0, "new_world_size": 1, "new_rank": 0, "lost_ranks": (1,)}
+    change = WorldChange(**sizes, step=43, seconds=0.1, cause=None, retried=True)
+    monitor.on_world_changed(trainer, module, change)
+    model(torch.ones(2, 8)).sum().backward()
+    monitor.on_fit_end(trainer, module)
+    (recording,) = load_folder(tmp_path)
+    assert [change.step for change in recording.changes] == [record.step for record in recording.steps] == [3]
 
 
 def test_records_of_steps_that_are_repeated_are_dropped_though_the_device_has_not_finished_them() -> None:
