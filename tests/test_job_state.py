@@ -470,13 +470,13 @@ def test_the_last_report_has_a_line_for_each_change_of_ranks() -> None:
     job.connect(1, start=1)
     job.go()
     job.step = 30
-    job.ask(2, LEAVE)
+    job.ask(1, LEAVE)  # the second process of this rank
     job.go(SETTLE_S)
     assert job.state.history.tell() == (
         "lightning_ddp: this run continued 3 times with other ranks, 0.10 s lost:\n"
         "  step 10: 3 -> 2 ranks after 0.10 s; left: rank 1 (host h, pid 101) killed\n"
         "  step 20: 2 -> 3 ranks after 0.00 s; joined: rank 1\n"
-        "  step 30: 3 -> 2 ranks after 0.00 s; left: rank 2 (host h, pid 102) was asked to leave\n"
+        "  step 30: 3 -> 2 ranks after 0.00 s; left: rank 1 (host h, pid 103) was asked to leave\n"
     )
     assert job.state.history.tell() == "", "it is told once"
     history = History()
