@@ -176,7 +176,7 @@ def test_an_optimizer_step_of_a_batch_with_several_is_no_commit(ledger) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_saved_in_a_part_that_is_undone_stays_known(tmp_path) -> None:
+def test_a_part_that_is_undone_but_for_a_checkpoint_that_it_has_saved(tmp_path) -> None:
     saving, stopping = ModelCheckpoint(tmp_path), EarlyStopping("loss")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
@@ -184,9 +184,10 @@ def test_a_checkpoint_saved_in_a_part_that_is_undone_stays_known(tmp_path) -> No
     )
     trainer.fit(BoringModel())
     mark = step_ledger.PhaseMark(trainer)
-    saving.best_model_path, stopping.wait_count = "later", 1
+    (group,) = trainer.optimizers[0].param_groups
+    saving.best_model_path, stopping.wait_count, group["lr"] = "later", 1, 7.0
     mark.restore()
-    assert (saving.best_model_path, stopping.wait_count) == ("", 0)
+    assert (saving.best_model_path, stopping.wait_count, group["lr"]) == ("", 0, 0.1)
     saving.best_model_path, stopping.wait_count = "later", 1
     saving._last_global_step_saved += 1
     mark.restore()
