@@ -439,6 +439,24 @@ def test_silent_and_gone_ranks_are_named() -> None:
     assert inspection.deadline() is None
 
 
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_collective_that_all_have_started_may_end_and_one_that_a_blocked_rank_has_not_never_does(
+    has_started,
+) -> None:
+    inspection = DesyncDetector(3, members_of(3))
+    inspection.handle(0, CollectiveFingerprint("world", "0-2", 8, "x"), 0.0)
+    inspection.handle(2, CollectiveFingerprint("odd", "0, 2", 4, "x"), 0.0)
+    found = inspection.due(inspection.deadline())
+    pair = [GroupStatus(name="pair", ranks="1-2", number=number, calls={}) for number in (2, 3)]
+    later = ("pair", 3, False) if has_started else ("odd", 4, True)
+    for rank, blocked_on in enumerate((("world", 8, True), ("pair", 3, False), later)):
+        groups = () if rank == 0 else (pair[rank == 1 or has_started],)
+        said = RankStatus(rank=rank, state="waits", groups=groups, blocked_on=(blocked_on,))
+        assert {type(message) for _, message in found} <= {StatusRequest}
+        found = inspection.handle(rank, StatusReply(1, said), 1.0)
+    assert [rank for rank, _ in found] == ([] if has_started else [0, 2])
+
+
 def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:
     inspection = DesyncDetector(1000, members_of(1000))
     lane = Lane("world", range(1000))
