@@ -438,6 +438,11 @@ def loaders_of(loop: Any) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
+def loaders_mode(trainer: Trainer) -> str:
+    """Return how a Trainer combines its training dataloaders, such as "max_size_cycle"."""
+    return str(_get(_get(trainer.fit_loop, "_combined_loader"), "_mode"))
+
+
 def forget_loaders(loop: Any) -> None:
     """Make a training or evaluation loop create its dataloaders again: reset `_combined_loader`."""
     _set(loop, "_combined_loader", None)
@@ -461,9 +466,10 @@ def put_loaders(trainer: Trainer, made: list[Any]) -> None:
 def limit_epoch(trainer: Trainer, num_used: int = 0) -> None:
     """Set the length of this training epoch: `num_used` and the loaders' batches, up to Trainer limits."""
     loop: Any = trainer.fit_loop
-    limit = trainer.limit_train_batches
-    num_batches = num_used + max(len(loader) for loader in loaders_of(loop))
-    num_batches = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+    limit, shared = trainer.limit_train_batches, min if loaders_mode(trainer) == "min_size" else max
+    num_batches = num_used + shared(len(loader) for loader in loaders_of(loop))
+    least = min(num_batches, num_used + 1)  # a fraction of fewer than there were may be over already
+    num_batches = min(num_batches, limit) if isinstance(limit, int) else max(least, int(num_batches * limit))
     loop.max_batches = num_batches
     loop._combined_loader.limits = [num_batches] * len(loop._combined_loader.flattened)
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):

@@ -8,6 +8,7 @@ import math
 import random
 import socket
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -26,12 +28,15 @@ from torch.utils.data import (
 )
 
 from lightning_ddp import CustomDDPStrategy
+from lightning_ddp._lightning import limit_epoch
 from lightning_ddp.comm.teardown import abort_groups, remember_connections
-from lightning_ddp.elastic.redeal import DealtSampler
+from lightning_ddp.elastic.redeal import Dealer, DealtSampler
 from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.elastic.step_ledger import RandomStates, put_scale
 from lightning_ddp.errors import ConfigurationError
 from lightning_ddp.supervise.settings import RecoverySettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # between Lightning and torch
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,6 @@ def test_a_scaler_forgets_a_step_that_has_begun() -> None:
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # between Lightning and torch
 def test_a_schedule_that_ends_is_refused_where_few_ranks_can_reach_its_end(
     most, options, settings, loader, interval
 ) -> None:
@@ -252,6 +256,101 @@ def test_samplers_whose_rest_nobody_knows_are_refused_and_others_are_left_as_the
         draw()
         states.append(list(sampler))
     assert states[0] == states[1]
+
+
+class Sorted(BatchSampler):
+    """Has samples of like size in a batch: of two batches each."""
+
+    def __iter__(self) -> Any:
+        order = list(self.sampler)
+        windows = (sorted(order[at : at + 2 * self.batch_size]) for at in range(0, len(order), 8))
+        return (window[at : at + 4] for window in windows for at in (0, 4))
+
+
+class Successive(Sorted):
+    __iter__ = BatchSampler.__iter__
+
+
+class Tokens(Sorted):
+    """Has as many samples in a batch as fit in."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        del self.batch_size
+
+
+def dealer_of(rank: int, mode: str = "max_size_cycle", kind: Any = BatchSampler, **lengths: int) -> Any:
+    """The dealer of one of two ranks, of data loaders with so many samples."""
+    loaders = {}
+    for name, length in lengths.items():
+        samples = DistributedSampler(range(length), 2, rank, seed=3)
+        loaders[name] = DataLoader(
+            range(length), batch_sampler=kind(samples, 4 if name == "alone" else 1, False)
+        )
+    loop = SimpleNamespace(_combined_loader=CombinedLoader(loaders, mode))
+    trainer: Any = SimpleNamespace(world_size=2, lightning_module=torch.nn.Module(), fit_loop=loop)
+    trainer.limit_train_batches, trainer.val_check_interval, trainer.val_check_batch = 1.0, 1.0, None
+    dealer = Dealer(trainer, keeps_global=False, fills=True)
+    for loader in loaders.values():
+        dealer.adopt(loader)
+    return dealer
+
+
+@pytest.mark.parametrize("kind", [Sorted, Tokens])
+def test_batches_that_are_not_successive_samples_are_refused(kind) -> None:
+    dealer_of(1, kind=Successive, alone=97)
+    with pytest.raises(ConfigurationError, match=f"{kind.__name__} cannot be .*on_failure='stop'"):
+        dealer_of(1, kind=kind, alone=96)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_before", "num_in_all"),
+    [
+        ("min_size", 5, 5 + 6),
+        ("max_size", 5, 5 + 30),
+        ("max_size", 12, 12 + 16),
+        ("max_size_cycle", 5, 5 + 30),
+        ("max_size_cycle", 8, 8 + 24),
+        ("max_size_cycle", 12, 12 + 16),
+        ("max_size_cycle", 19, 19 + 2),
+    ],
+)
+def test_each_of_several_loaders_is_dealt_from_where_it_is(mode, num_before, num_in_all) -> None:
+    """One of two ranks is lost, once the shorter loader has begun again or before; another one joins."""
+    dealers = [dealer_of(rank, mode, a=16, b=40) for rank in range(2)]
+    used: dict[str, list[int]] = {"a": [], "b": []}
+
+    def train(dealer: Any, num_batches: int) -> None:
+        for batch, _, _ in itertools.islice(dealer._trainer.fit_loop._combined_loader, num_batches):
+            for name in used:
+                used[name] += [] if batch[name] is None else batch[name].tolist()
+
+    for dealer in dealers:
+        train(dealer, num_before)
+    first, second = dealers
+    first.deal(num_before, 0, 1)
+    limit_epoch(first._trainer, num_before)
+    assert first._trainer.fit_loop.max_batches == num_in_all
+    second.load(first.state())
+    for dealer in (second, first):  # as it would be dealt if that one were alone
+        dealer.deal(num_before, 0, 1)
+        limit_epoch(dealer._trainer, num_before)
+        assert dealer._trainer.fit_loop.max_batches == num_in_all
+    train(first, num_in_all - num_before)
+    counts = {name: Counter(samples) for name, samples in used.items()}
+    longest = "a" if mode == "min_size" else "b"
+    assert set(counts[longest].values()) == {1}
+    assert len(counts[longest]) == {"a": 16, "b": 40}[longest]
+    assert max(counts["a"].values()) - min(counts["a"].values()) <= 1, "each round has all of them"
+    assert len(counts["a"]) == 16
+
+
+def test_a_fraction_of_an_epoch_that_has_become_shorter_ends_at_the_next_batch() -> None:
+    trainer = dealer_of(0, a=40)._trainer
+    trainer.limit_train_batches = 0.5
+    for num_used, num_batches in ((0, 10), (15, 17), (25, 26)):
+        limit_epoch(trainer, num_used)
+        assert trainer.fit_loop.max_batches == num_batches
 
 
 def test_a_batch_of_one_sample_gets_another_one_for_batch_normalisation() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from lightning_ddp._lightning import Trainer, loaders_of
+from lightning_ddp._lightning import Trainer, loaders_mode, loaders_of
 from lightning_ddp.elastic.step_ledger import RandomStates
 from lightning_ddp.errors import ConfigurationError
 
@@ -58,14 +58,17 @@ class DealtSampler(Sampler[Any]):
         self._fills, self._inner_fills = fills, True
         self._batch_size = batch_size
         self._avoids_one = avoids_one and batch_size > 1
-        self._rest: list[Any] | None = None  # its part of the rest of the epoch, once that is dealt anew
-        self._num_used = self._num_left = self.num_batches = self._epoch = 0
+        self._rest: list[Any] | None = None  # its part of the rest of the epoch, until that is read
+        self._num_left: int | None = None  # samples of all ranks in that rest; None if all is dealt
+        self._num_used = self.num_batches = self._epoch = 0
+        self._is_through = False  # True once it has begun again, as the shorter of several loaders do
         self._order: list[Any] | None = None  # order of this epoch, if it is known: it may be drawn only once
         self.has_changed = False  # True once it deals to other ranks than at first
 
     def __iter__(self) -> Iterator[Any]:
         if self._rest is not None:
-            return iter(self._rest)
+            rest, self._rest = self._rest, None
+            return iter(rest)
         if self._is_plain and not self.has_changed:
             return iter(self.inner)
         self._order = None
@@ -78,6 +81,9 @@ class DealtSampler(Sampler[Any]):
         return share + share[:1] if repeats else share
 
     def __len__(self) -> int:
+        """Return the number of samples that this rank gets until all of the epoch is used; then 0."""
+        if self._is_through:
+            return 0
         return self._length(self.inner.rank) if self.has_changed else len(self.inner)
 
     @property
@@ -86,7 +92,7 @@ class DealtSampler(Sampler[Any]):
         return self._length(0)
 
     def _length(self, rank: int) -> int:
-        total = self._num_left if self._rest is not None else len(self.inner.dataset)
+        total = len(self.inner.dataset) if self._num_left is None else self._num_left
         num_ranks = int(self.inner.num_replicas)
         rounds = max(0, total // num_ranks // self._batch_size - 1)  # not dealt to count
         skipped = rounds * self._batch_size
@@ -107,8 +113,9 @@ class DealtSampler(Sampler[Any]):
         return getattr(self.inner, name)
 
     def set_epoch(self, epoch: int) -> None:
-        self._rest = None
+        self._rest = self._num_left = None
         self._num_used = self.num_batches = 0
+        self._is_through = False
         if epoch != self._epoch:  # else a loader with workers may have begun to read it
             self._epoch, self._order = epoch, None
         self.inner.set_epoch(epoch)
@@ -145,12 +152,19 @@ class DealtSampler(Sampler[Any]):
     def state(self) -> Any:
         """Return how much of the epoch is used, and its sample order, for `load` in a process that joins."""
         order = None if self._is_plain else self.order()
-        return self._num_used, self.num_batches, self.inner.num_replicas, order
+        used = self._num_used, self.num_batches, self._num_left, self._is_through, self.has_changed
+        return used, self.inner.num_replicas, order
 
     def load(self, state: Any) -> None:
         """Set how much of the epoch is used from another rank's `state()`; call it before `deal`."""
-        self._num_used, self.num_batches, num_replicas, self._order = state
+        used, num_replicas, self._order = state
+        self._num_used, self.num_batches, self._num_left, self._is_through, self.has_changed = used
         set_ranks(self.inner, 0, num_replicas)
+
+    def begin_again(self, num_batches: int) -> None:
+        """Record that all is used after `num_batches` more per rank, and dealt to the ranks once more."""
+        self.num_batches += num_batches
+        self._num_used, self._num_left, self._is_through = 0, None, True
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         """Redistribute what is left of the epoch, after `num_batches` per rank, over `world_size` ranks."""
@@ -215,6 +229,25 @@ class SplitBatches:
         return len(range(rank, size, world_size)) * world_size / size
 
 
+def _check_batches(batches: Any) -> None:
+    """Raise ConfigurationError unless a batch sampler's batches are successive samples; keep RNG states."""
+    if type(batches) is BatchSampler:
+        return
+    size, random = getattr(batches, "batch_size", None), RandomStates()
+    if isinstance(size, int):
+        found = [list(batch) for batch in batches]
+        random.restore()
+        order = list(batches.sampler)
+        random.restore()
+        if found == list(map(list, BatchSampler(order, size, getattr(batches, "drop_last", False)))):
+            return
+    raise ConfigurationError(
+        f"on_failure: the rest of an epoch of {type(batches).__name__} cannot be redistributed over the"
+        " ranks: its batches are not successive samples of its sampler, batch_size at a time, or are others"
+        " each time. Use a sampler that gives that order to a plain DataLoader, or on_failure='stop'."
+    )
+
+
 def _order_of(sampler: Any) -> list[Any]:
     """Return the samples of the whole epoch in order, from a copy of a distributed sampler for one rank."""
     alone = copy.copy(sampler)
@@ -261,6 +294,7 @@ class Dealer:
             )
         if isinstance(inner, DealtSampler):
             return loader
+        _check_batches(batches)
         if self._keeps_global:
             batches = SplitBatches(batches, self._num_ranks)
             vars(loader)["batch_sampler"] = batches  # which a DataLoader does not let be set
@@ -298,8 +332,11 @@ class Dealer:
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         self._part = (rank, world_size)
+        cycles = not self._keeps_global and loaders_mode(self._trainer) == "max_size_cycle"
         for loader in self._loaders:
             dealt = loader.batch_sampler if self._keeps_global else loader.batch_sampler.sampler
+            while cycles and num_batches - dealt.num_batches > self.most(loader):
+                dealt.begin_again(self.most(loader))
             dealt.deal(num_batches, rank, world_size)
 
     def state(self) -> list[Any]:
