@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import RUN, exhaustive, slow, start_script
+from harness import RUN, exhaustive, run_script, slow, start_script
 from harness.ledger import SAMPLES, SCRIPT, Entry, Ledger, fault, logged_rows, replacing, train
 from test_shrink import STEP
 
@@ -100,8 +100,10 @@ def test_two_leave_one_after_the_other_and_a_third_is_killed_while_all_gather(tm
 
 @pytest.mark.slow
 def test_a_rank_leaves_the_second_fit_of_a_trainer(tmp_path) -> None:
+    """Which no new process can join, as it would have to repeat the first one."""
     order = {"devices": 3, "trainer": {"max_epochs": 1}, "more_epochs": 1}
-    ledger = leave(tmp_path, leaves(2, "forward", 10), **order)
+    ledger = leave(tmp_path, leaves(2, "forward", 10), strategy={"on_failure": "replace"}, **order)
+    assert ledger.output.count("no process can join this fit") == 1
     assert ledger.ended == [0, 1]
     assert ledger.of("excepts") == []
     assert [entry["place"] for entry in ledger.of("is torn down")] == [2]
@@ -156,6 +158,42 @@ def test_a_signal_of_the_scheduler_is_the_notice_and_sigterm_stops_all(tmp_path)
     assert [entry["sizes"] for entry in ledger.changes] == [[3, 2]] * 2
     assert [entry["place"] for entry in ledger.of("excepts")] == [0, 1]
     assert [entry["place"] for entry in ledger.of("is torn down")] == [2]
+
+
+FINDER = """
+import os
+import signal
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+from lightning_ddp import CustomDDPStrategy
+
+class Model(BoringModel):
+    lr, has_found = 0.1, False
+
+    def on_fit_start(self):
+        self.has_found = True
+
+    def training_step(self, batch, batch_idx):
+        if self.has_found and (self.global_rank, self.trainer.world_size, batch_idx) == (1, 2, 5):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, max_epochs=4, enable_checkpointing=False, logger=False,
+        enable_progress_bar=False, callbacks=[pl.callbacks.LearningRateFinder(num_training_steps=6)],
+        strategy=CustomDDPStrategy(on_failure="shrink", on_preemption="leave"),
+    )
+    trainer.fit(Model())
+    print(f"ends at {trainer.global_step}")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_leaves_a_fit_that_has_tried_learning_rates_before() -> None:
+    result = run_script(FINDER).check()
+    assert "ends at" in result.stdout
+    assert "2 -> 1 ranks" in result.stderr
 
 
 def test_leaving_needs_others_that_go_on() -> None:

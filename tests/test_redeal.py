@@ -16,6 +16,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch.utils.data import (
@@ -34,7 +35,7 @@ from lightning_ddp.elastic.redeal import Dealer, DealtSampler
 from lightning_ddp.elastic.refusals import check_training
 from lightning_ddp.elastic.step_ledger import RandomStates, put_scale
 from lightning_ddp.errors import ConfigurationError
-from lightning_ddp.supervise.settings import RecoverySettings
+from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # between Lightning and torch
 
@@ -88,6 +89,14 @@ def test_a_trainer_that_cannot_be_exact_is_refused_as_training_starts(place, rea
     trainer.strategy.connect(pl.LightningModule())
     with pytest.raises(ConfigurationError, match=f"{reason}.*on_failure='stop'"):
         check_training(trainer, RecoverySettings(), **WHERE | place)
+
+
+def test_new_processes_are_refused_beside_a_callback_that_tries_some_steps() -> None:
+    trainer = pl.Trainer(**QUIET, callbacks=[LearningRateFinder()])
+    trainer.strategy.connect(pl.LightningModule())
+    check_training(trainer, RecoverySettings(), **WHERE)
+    with pytest.raises(ConfigurationError, match="LearningRateFinder and new processes"):
+        check_training(trainer, ReplaceSettings(), **WHERE)
 
 
 def test_an_abort_ends_what_a_group_opens_and_nothing_that_a_server_of_this_process_accepts() -> None:

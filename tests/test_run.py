@@ -238,6 +238,13 @@ def test_a_program_that_is_not_there_is_told_as_by_python(tmp_path) -> None:
     assert [(one.returncode, one.stderr) for one in seen] == [(2, seen[0].stderr)] * 2
 
 
+def test_output_may_be_closed_as_a_daemon_does(tmp_path) -> None:
+    command = [sys.executable, *RUN, str(SCRIPT), *order(tmp_path)]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    subprocess.run(closed, env=environment({}), check=True, timeout=DEADLINE_S)
+    require_trained(tmp_path)
+
+
 def test_children_are_started_by_python_where_a_variable_was_read_already(tmp_path) -> None:
     script = tmp_path / "script.py"
     change = "os.environ['OMP_NUM_THREADS'] = '2'\n"

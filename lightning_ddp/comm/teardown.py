@@ -317,6 +317,13 @@ def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
         handler.call = call
 
 
+def flush_output() -> None:
+    """Flush stdout and stderr as far as they are open, before the process ends without that."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or the script has closed it
+            stream.flush()
+
+
 @atexit.register
 def _leave() -> None:
     """End the process with code 1 at exit if a gloo thread failed; else restore C++'s terminate handler."""
@@ -325,7 +332,6 @@ def _leave() -> None:
         return
     if handler.has_given_up.is_set():
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(1)
     handler.remove()  # a finalized interpreter must not be called from a thread of C++

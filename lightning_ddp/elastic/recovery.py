@@ -30,6 +30,7 @@ from lightning_ddp._lightning import (
     loaders_made,
     loaders_of,
     put_loaders,
+    running_hook,
     silent_end,
     validates_now,
     wrap_steps,
@@ -101,6 +102,7 @@ class Recovery(StepObserver):
         """Slots of the generation that was told of last, by rank."""
         self._num_recoveries = 0  # of generations after a failure; not of those that others joined or left
         self._is_meeting = False  # True if this rank stands at the boundary where all meet
+        self._replaces = journal is not None
         self._journal = journal or Journal(context)  # else empty, as nobody joins
         self._is_joining = context.is_joining
         self._handover: Handover | None = None  # state that members make for processes that join
@@ -131,6 +133,14 @@ class Recovery(StepObserver):
         super().begin_fit()
         self._calls.defer(True)  # from here to the first barrier only waits for other ranks are interrupted
         self._calls.may_leave = True
+        num_before = self._calls.state.begun - 1
+        if self._replaces and num_before > 0 and self._trainer.is_global_zero:
+            _log.warning(
+                "on_failure='replace': no process can join this fit, as it would have to repeat the %d run(s)"
+                " of the script before it. After a loss training continues on fewer ranks. Fit first, or in"
+                " a program of its own.",
+                num_before,
+            )
         if not self._is_joining:  # what is repeated goes on without a rank that is lost before all are here
             self._completes(lambda: barrier(self._group(), self._device, "before ranks may be lost"))
 
@@ -279,7 +289,8 @@ class Recovery(StepObserver):
 
     def end_run(self, end: Callable[[], None]) -> None:
         """Run the hooks `on_train_end`, again if ranks are lost; a request to leave then stops all ranks."""
-        self._calls.stop_instead_of_leaving()
+        if running_hook(self._trainer.lightning_module) is None:  # else of a callback that tries some steps
+            self._calls.stop_instead_of_leaving()
         self.repeat(end)
         self._calls.defer(False)  # nothing that follows is repeated
 

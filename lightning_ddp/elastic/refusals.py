@@ -90,6 +90,10 @@ def check_training(
     if not trainer.lightning_module.automatic_optimization:
         why = "a batch with several optimizer steps may be committed in part"
         _refuse("manual optimization", why, "automatic_optimization=True")
+    finders = [type(each).__name__ for each in trainer.callbacks if hasattr(each, "lr_find")]
+    if finders and isinstance(settings, ReplaceSettings):
+        why = "a new process could not repeat what it has tried"
+        _refuse(f"{finders[0]} and new processes", why, "a program of its own for it, or 'shrink'")
     for config in trainer.lr_scheduler_configs if settings.batch == "rank" else ():
         _check_schedule(trainer, config, settings.min_world_size)
 

@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import types
@@ -24,7 +23,12 @@ from lightning_ddp._lightning import Trainer, running_hook, stop_exceptions
 from lightning_ddp.comm.activity import Interrupt
 from lightning_ddp.comm.device_watch import DeviceWatch
 from lightning_ddp.comm.nccl import WATCHDOG_VARIABLES
-from lightning_ddp.comm.teardown import abort_groups, before_gloo_ends_the_process, explain_retired
+from lightning_ddp.comm.teardown import (
+    abort_groups,
+    before_gloo_ends_the_process,
+    explain_retired,
+    flush_output,
+)
 from lightning_ddp.errors import LightningDDPError, PeerFailure
 from lightning_ddp.hydra_jobs.jobs import restore
 from lightning_ddp.launch.child_process import guarded_by, launcher_pid, outlive_parent
@@ -418,7 +422,7 @@ class FailureHandler:
             if self._num_signals > 1:
                 name, rank = signal.Signals(number).name, self.watch.identity.rank
                 os.write(2, f"lightning_ddp: rank {rank}: second {name}, ending\n".encode())
-                sys.stdout.flush()
+                flush_output()
                 os._exit(128 + number)
             self.watch.ask(self._requested_by(int(number)))
         if callable(previous):

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
 from lightning_ddp._lightning import ClusterEnvironment
+from lightning_ddp.comm.teardown import flush_output
 from lightning_ddp.supervise.failure_record import FailureRecord, render, write_error_file
 from lightning_ddp.supervise.interrupt_guard import InterruptGuard
 from lightning_ddp.supervise.settings import REPORTS_A_TIMEOUT, SupervisionSettings
@@ -155,14 +156,15 @@ def _end_after(limit_s: float) -> None:
 
 def exit_now(code: int) -> None:
     """Flush all output and exit the process with `code`, without exit handlers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(code)
 
 
 def show_report(record: FailureRecord, stream: TextIO | None = None) -> None:
     """Print a report of a job's failure, to standard error; on a terminal colored, in 100 columns."""
     stream = stream or sys.stderr
+    if stream is None:  # a daemon may have closed it
+        return
     text = render(record)
     if stream.isatty():
         text = _dressed(text, is_colored="NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_ddp._lightning import read_rank_again
+from lightning_ddp.comm.teardown import flush_output
 from lightning_ddp.launch.child_process import keep_files, note_launcher
 from lightning_ddp.launch.children import Children, exit_record
 from lightning_ddp.launch.process_end import show_report
@@ -87,7 +88,7 @@ def supervise(program: Program) -> NoReturn:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException as error:  # noqa: BLE001 (a fork must not continue as its parent)
             sys.excepthook(type(error), error, error.__traceback__)
-            sys.stderr.flush()
+            flush_output()
             os._exit(_CANNOT_BEGIN)
         run_as_main(start.program)
     asked.close()
@@ -134,8 +135,7 @@ def _pass_signals_on(host: JobHost, passed_on: mmap.mmap) -> None:
 
 def _end_as(code: int) -> NoReturn:
     """Exit with rank 0's code or signal, without exit handlers, which ran in rank 0."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # rank 0 has left one

@@ -43,6 +43,7 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from lightning_ddp.comm.teardown import flush_output
 from lightning_ddp.launch.child_process import end_with, is_alive
 from lightning_ddp.supervise.failure_record import FailureRecord
 
@@ -181,8 +182,7 @@ class Fork:
 
 def fork() -> int:
     """Fork this process, after flushing output; return the child's process id, and 0 in the child."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     with warnings.catch_warnings():  # about threads of BLAS, which ends them before each fork
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -311,8 +311,7 @@ def _end_interrupted() -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     vars(sys.modules["__main__"]).clear()  # files that it has left open are written
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
     os._exit(128 + signal.SIGINT)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_ddp.comm.teardown import flush_output
 from lightning_ddp.launch.rendezvous import is_own_address, open_store
 from lightning_ddp.tools import ToolError
 from lightning_ddp.tools.command_line import (
@@ -108,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
         examination.examine()
     status = examination.report(as_json=args.json)
     if examination.is_stuck:  # destructors would wait for the blocked thread
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(status)
     return status
 
