@@ -47,8 +47,10 @@ def require_trained(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
     return ends
 
 
-def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(tmp_path) -> None:
-    run_script(SCRIPT, [*order(tmp_path), "--x", "a b"], timeout_s=DEADLINE_S).check()
+@pytest.mark.parametrize("launcher", [(), slow(("-m", "cProfile", "-o", os.devnull))], ids=["python", "cProfile"])
+def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(launcher, tmp_path) -> None:
+    arguments = [*order(tmp_path), "--x", "a b"]
+    run_script(SCRIPT, arguments, timeout_s=DEADLINE_S, launcher=launcher).check()
     ends = require_trained(tmp_path)
     assert [end["arguments"] for end in ends] == [["--x", "a b"]] * 2
     assert {end["port"] for end in ends} != {"29500"}

@@ -106,7 +106,7 @@ NAMES = {
     f"{CONNECTORS}.logger_connector.logger_connector._LoggerConnector": "_callback_metrics",
     f"{CONNECTORS}.logger_connector.result": "_ResultCollection",
     f"{CONNECTORS}.signal_connector._SignalConnector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
-    "pytorch_lightning.utilities.combined_loader.CombinedLoader": "_state_dicts",
+    "pytorch_lightning.utilities.combined_loader.CombinedLoader": "_mode _state_dicts",
     "pytorch_lightning.utilities.exceptions": "_TunerExitException",
     "hydra._internal.callbacks": "Callbacks",
     "hydra._internal.config_loader_impl.ConfigLoaderImpl": "_parse_overrides_and_create_caching_repo",

@@ -215,8 +215,10 @@ def _program() -> Program:
     elsewhere = jobs().program()
     if elsewhere is not None:
         return Program(*elsewhere, [])
-    spec = getattr(__main__, "__spec__", None)
+    spec, called = getattr(__main__, "__spec__", None), os.path.realpath(sys.argv[0])
     if spec is not None and spec.name != "__main__":
+        if os.path.isfile(called) and called != os.path.realpath(spec.origin):
+            return Program("script", os.path.abspath(sys.argv[0]), sys.argv[1:])  # run by cProfile, say
         return Program("module", spec.name, sys.argv[1:])
     # Python has made the path absolute when it started, while the working directory may have changed since
     path = getattr(__main__, "__file__", None) or sys.argv[0]
