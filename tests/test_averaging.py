@@ -287,6 +287,27 @@ def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_average
         assert p.equal(old + 0.5)
 
 
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_stay_each_ranks_own(rank, group):
+    """Those that `BucketedDDP` ignores, whose sizes may differ between ranks."""
+    module = nn.Sequential(nn.Linear(1, 1), nn.Embedding(2 + rank, 2), nn.BatchNorm1d(1))
+    module.register_buffer("mine", torch.zeros(1 + rank))
+    ignored = ["1.weight", "mine", "2.running_mean"]
+    module._ddp_params_and_buffers_to_ignore = ignored
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    averager = build_averager(EVERY_STEP, module, [optimizer], group)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.fill_(rank)
+    averager.step(optimizer)
+    found = {name: tensor.float().mean().item() for name, tensor in module.state_dict().items()}
+    assert found == {
+        **dict.fromkeys(found, 0.5),
+        **dict.fromkeys(ignored, rank),
+        "2.num_batches_tracked": 1,
+    }
+
+
 @on_ranks(3)
 def test_parameters_of_16_bits_are_averaged_in_32(rank, group):
     """In 16 bits it would be 110, in whatever order. Over a network: shared memory adds in 32 bits anyway."""
