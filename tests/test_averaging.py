@@ -288,6 +288,18 @@ def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_average
 
 
 @on_ranks(2)
+def test_buffers_that_are_views_are_averaged_in_place(rank, group):
+    module, optimizer, averager = built(EVERY_STEP, group)
+    table, numbers = torch.full((4, 3), float(rank)), torch.full((4,), complex(rank, rank))
+    module.register_buffer("column", table[:, 0])
+    module.register_buffer("conjugate", numbers.conj())
+    module.register_buffer("negative", numbers.conj().imag)
+    averager.step(optimizer)
+    assert table.tolist() == [[0.5, rank, rank]] * 4
+    assert (module.conjugate.tolist(), module.negative.tolist()) == ([0.5 - 0.5j] * 4, [-0.5] * 4)
+
+
+@on_ranks(2)
 def test_ignored_parameters_and_buffers_stay_each_ranks_own(rank, group):
     """Those that `BucketedDDP` ignores, whose sizes may differ between ranks."""
     module = nn.Sequential(nn.Linear(1, 1), nn.Embedding(2 + rank, 2), nn.BatchNorm1d(1))
