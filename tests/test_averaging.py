@@ -70,6 +70,7 @@ def take_step(module, optimizer, averager, rank, world_size, step) -> None:
     ranks = range(world_size) if averager.averages_gradients else [rank]
     for name, parameter in module.named_parameters():
         parameter.grad = mean([local_grads(r, step)[name] for r in ranks]).float()
+    averager.before_step()
     optimizer.step()
     averager.step(optimizer)
 
@@ -538,6 +539,29 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(rank, world_size, 
         [a.equal(b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)],
         any(p.any() for p in second[0].parameters()),
     ) == ([True] * 3, True)
+
+
+@pytest.mark.parametrize("num_before", [0, 5])
+@pytest.mark.parametrize("spec", ALL, ids=str)
+@on_ranks(2)
+def test_weights_loaded_after_construction_are_those_that_training_starts_from(
+    rank, world_size, group, spec, num_before
+):
+    """Before the first step, or later with a checkpoint that has no state of an averager."""
+    first, module = built(spec, group), Given(SHAPES)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 3.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    second = module, optimizer, build_averager(spec, module, [optimizer], group)
+    for step in range(num_before):
+        take_step(*second, rank, world_size, step)
+    module.load_state_dict(first[0].state_dict())
+    if num_before:
+        second[2].start_over()
+    for step in range(14):
+        take_step(*first, rank, world_size, step)
+        take_step(*second, rank, world_size, step)
+    assert all(a.equal(b) for a, b in zip(first[0].parameters(), module.parameters(), strict=True))
 
 
 @on_ranks(1)

@@ -149,6 +149,9 @@ class Averager:
         """True if, by this rank's count of steps and rounds, the parameters of all ranks are equal."""
         return self._standing is Standing.SAME
 
+    def before_step(self) -> None:
+        """Prepare for a step that an optimizer is about to take; nothing by default."""
+
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
         """Count a step that `optimizer` has just taken, and average if it is due (then communicates).
 
@@ -178,6 +181,13 @@ class Averager:
         if min(counts) >= self.options.start_step:
             self._is_local = True
             self.begin_local_phase()
+
+    def start_over(self) -> None:
+        """Begin again, with step counts of 0, from the present parameters, which are equal on all ranks."""
+        for track in self.tracks:
+            track.num_steps = track.num_local_steps = 0
+        self._is_local, self._standing = False, Standing.SAME
+        self._settle_phase()
 
     def begin_local_phase(self) -> None:
         """Initialize local training, once, while all ranks hold the same parameters; nothing by default."""
