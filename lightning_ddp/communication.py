@@ -206,6 +206,11 @@ class Communication:
             self.averager.keeps_rounds = keeps_rounds
             self._follow()
 
+    def before_step(self) -> None:
+        """Tell the averager, if any, that an optimizer is about to take a step."""
+        if self.averager is not None:
+            self.averager.before_step()
+
     def after_step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool) -> None:
         """Make the averager, if any, count an optimizer step, and average if due; all ranks must call it."""
         if self.averager is not None:
@@ -366,13 +371,22 @@ class Communication:
         """
         shared = checkpoint.get(STATE_KEY)
         if shared is None:
-            begins = "the checkpoint has no state of hooks or averagers, so they start from scratch"
-            return [begins] if self.has_state else []
+            if not self.has_state:
+                return []
+            self._start_over()
+            return ["the checkpoint has no state of hooks or averagers, so they start from scratch"]
         own = _read_own(shared, path, group, read) if shared["has_rank_files"] else None
         if isinstance(own, str):
             note = f"rank {group.rank}: residuals and optimizer state of its own start from scratch: {own}"
             return [note, *self.load(shared, None, names)]
         return self.load(shared, own, names)
+
+    def _start_over(self) -> None:
+        if self._stateful is not None:
+            self._stateful.start_over()
+        if self.averager is not None:
+            self.averager.start_over()
+            self._follow()
 
     @property
     def has_state(self) -> bool:

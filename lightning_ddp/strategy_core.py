@@ -244,6 +244,8 @@ class StrategyCore:
         # in local training a step counts also if the loss scaler skips it, for which it lowers its scale
         is_asked = any(not each.is_local for each in averaging)
         before = self._loss_scale() if is_asked else 1.0
+        for communication in averaging:
+            communication.before_step()
         output = take()
         for communication in averaging:
             communication.after_step(optimizer, was_skipped=is_asked and self._loss_scale() < before)

@@ -70,6 +70,7 @@ def take_step(module, optimizer, averager, rank, world_size, step) -> None:
     ranks = range(world_size) if averager.averages_gradients else [rank]
     for name, parameter in module.named_parameters():
         parameter.grad = mean([local_grads(r, step)[name] for r in ranks]).float()
+    averager.before_step()
     optimizer.step()
     averager.step(optimizer)
 
@@ -285,6 +286,39 @@ def test_parameters_stay_where_they_are_and_those_without_a_gradient_are_average
     assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
     for p, old in zip(module.parameters(), before, strict=True):
         assert p.equal(old + 0.5)
+
+
+@on_ranks(2)
+def test_buffers_that_are_views_are_averaged_in_place(rank, group):
+    module, optimizer, averager = built(EVERY_STEP, group)
+    table, numbers = torch.full((4, 3), float(rank)), torch.full((4,), complex(rank, rank))
+    module.register_buffer("column", table[:, 0])
+    module.register_buffer("conjugate", numbers.conj())
+    module.register_buffer("negative", numbers.conj().imag)
+    averager.step(optimizer)
+    assert table.tolist() == [[0.5, rank, rank]] * 4
+    assert (module.conjugate.tolist(), module.negative.tolist()) == ([0.5 - 0.5j] * 4, [-0.5] * 4)
+
+
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_stay_each_ranks_own(rank, group):
+    """Those that `BucketedDDP` ignores, whose sizes may differ between ranks."""
+    module = nn.Sequential(nn.Linear(1, 1), nn.Embedding(2 + rank, 2), nn.BatchNorm1d(1))
+    module.register_buffer("mine", torch.zeros(1 + rank))
+    ignored = ["1.weight", "mine", "2.running_mean"]
+    module._ddp_params_and_buffers_to_ignore = ignored
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    averager = build_averager(EVERY_STEP, module, [optimizer], group)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.fill_(rank)
+    averager.step(optimizer)
+    found = {name: tensor.float().mean().item() for name, tensor in module.state_dict().items()}
+    assert found == {
+        **dict.fromkeys(found, 0.5),
+        **dict.fromkeys(ignored, rank),
+        "2.num_batches_tracked": 1,
+    }
 
 
 @on_ranks(3)
@@ -505,6 +539,29 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(rank, world_size, 
         [a.equal(b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True)],
         any(p.any() for p in second[0].parameters()),
     ) == ([True] * 3, True)
+
+
+@pytest.mark.parametrize("num_before", [0, 5])
+@pytest.mark.parametrize("spec", ALL, ids=str)
+@on_ranks(2)
+def test_weights_loaded_after_construction_are_those_that_training_starts_from(
+    rank, world_size, group, spec, num_before
+):
+    """Before the first step, or later with a checkpoint that has no state of an averager."""
+    first, module = built(spec, group), Given(SHAPES)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 3.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    second = module, optimizer, build_averager(spec, module, [optimizer], group)
+    for step in range(num_before):
+        take_step(*second, rank, world_size, step)
+    module.load_state_dict(first[0].state_dict())
+    if num_before:
+        second[2].start_over()
+    for step in range(14):
+        take_step(*first, rank, world_size, step)
+        take_step(*second, rank, world_size, step)
+    assert all(a.equal(b) for a, b in zip(first[0].parameters(), module.parameters(), strict=True))
 
 
 @on_ranks(1)

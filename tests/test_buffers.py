@@ -239,6 +239,18 @@ def test_sync_buffers_copies_at_once() -> None:
     assert synced_0 == synced_1 == own_0
 
 
+@on_ranks(2)
+def test_views_with_a_pending_conjugation_or_sign_are_copied(rank, group) -> None:
+    module = nn.Linear(2, 2)
+    for numel in (4, 2**18):  # together with others and alone
+        numbers = torch.full((numel,), complex(1, rank))
+        module.register_buffer(f"conjugate{numel}", numbers.conj())
+        module.register_buffer(f"negative{numel}", torch.full((numel,), complex(1, rank)).conj().imag)
+    BucketedDDP(module, process_group=group, init_sync=False).sync_buffers()
+    for name, buffer in module.named_buffers():
+        assert buffer.eq(0 if "negative" in name else 1).all(), name
+
+
 # ---------------------------------------------------------------- ignored buffers
 
 

@@ -239,8 +239,10 @@ def test_a_file_that_cannot_be_used_is_named_and_the_rest_is_kept(what, tmp_path
     def rank_main(rank, _, group):
         run, communication = hooked(group)
         notes = communication.resume(checkpoint, path, Group(group), [], torch.load)
+        loaded = run.hook.step, run.state("error")
         notes += communication.resume({}, path, Group(group), [], torch.load)
-        return notes, run.hook.step, run.state("error")
+        assert (run.hook.step, run.state("error")) == (0, {})
+        return notes, *loaded
 
     (notes, step, errors), (broken_notes, broken_step, broken_errors) = run_threads(rank_main, 2)
     begins_anew = "the checkpoint has no state of hooks or averagers, so they start from scratch"

@@ -112,6 +112,41 @@ def test_a_function_returns_more_than_a_pipe_holds_and_tensors(strategy):
     assert result.stdout.splitlines()[-1] == "300000 [2, 2]"
 
 
+LOADS = """
+import sys, torch
+from lightning_fabric import Fabric
+from lightning_ddp import CustomFabricStrategy
+
+def work(fabric, folder):
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    weights = {"weight": torch.full((1, 2), 5.0), "bias": torch.ones(1)}
+    fabric.save(folder + "/full.ckpt", {"model": weights})
+    fabric.save(folder + "/raw.pt", weights)
+    fabric.load_raw(folder + "/raw.pt", model)
+    for part in range(2):
+        for _ in range(4):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+        if fabric.global_rank == 0:
+            print(net.weight.tolist(), net.bias.tolist())
+        weights["bias"] += 1
+        fabric.save(folder + "/full.ckpt", {"model": weights})
+        fabric.load(folder + "/full.ckpt", {"model": model})
+
+if __name__ == "__main__":
+    averaging = {"name": "diloco", "period": 2}
+    strategy = CustomFabricStrategy(start_method="fork", model_averaging=averaging)
+    Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(work, sys.argv[1])
+"""
+
+
+def test_an_averager_keeps_weights_that_are_loaded_after_setup(tmp_path):
+    result = run_script(LOADS, [str(tmp_path)], timeout_s=60.0).check()
+    assert result.stdout.splitlines()[-2:] == ["[[5.0, 5.0]] [1.0]", "[[5.0, 5.0]] [2.0]"]
+    assert "they start from scratch" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["custom_ddp", pytest.param("custom_ddp_spawn", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_anywhere_in_the_script_ends_all_with_its_report(tmp_path, name):
     result = run("lightning_fabric", tmp_path, f"{name}:raise")

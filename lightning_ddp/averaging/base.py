@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_ddp._torch import IGNORED_NAMES
 from lightning_ddp.comm import all_gather_objects
 from lightning_ddp.comm.group import Group
 from lightning_ddp.encoding.mean import Wire, average_
@@ -118,10 +119,13 @@ class Averager:
         """Update which parameters are averaged: those that require a gradient, earlier ones, `known` ones.
 
         A parameter that requires no gradient any more is still averaged, as ranks may have trained it.
+        Parameters that `BucketedDDP` ignores are left alone.
         """
+        ignored = getattr(self.module, IGNORED_NAMES, ())
         known = {*self.parameters, *known}
         before = {id(p): name for name, p in self.parameters.items()}  # it may have moved, as by pruning
-        named = [(before.get(id(p), name), p) for name, p in self.module.named_parameters()]
+        found = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
+        named = [(before.get(id(p), name), p) for name, p in found]
         self.parameters = {name: p for name, p in named if p.requires_grad or name in known}
         names = {id(p): name for name, p in self.parameters.items()}
         for track in self.tracks:
@@ -144,6 +148,9 @@ class Averager:
     def is_same(self) -> bool:
         """True if, by this rank's count of steps and rounds, the parameters of all ranks are equal."""
         return self._standing is Standing.SAME
+
+    def before_step(self) -> None:
+        """Prepare for a step that an optimizer is about to take; nothing by default."""
 
     def step(self, optimizer: torch.optim.Optimizer, *, was_skipped: bool = False) -> None:
         """Count a step that `optimizer` has just taken, and average if it is due (then communicates).
@@ -174,6 +181,13 @@ class Averager:
         if min(counts) >= self.options.start_step:
             self._is_local = True
             self.begin_local_phase()
+
+    def start_over(self) -> None:
+        """Begin again, with step counts of 0, from the present parameters, which are equal on all ranks."""
+        for track in self.tracks:
+            track.num_steps = track.num_local_steps = 0
+        self._is_local, self._standing = False, Standing.SAME
+        self._settle_phase()
 
     def begin_local_phase(self) -> None:
         """Initialize local training, once, while all ranks hold the same parameters; nothing by default."""
@@ -342,19 +356,24 @@ def average_buffers(channel: Channel, module: torch.nn.Module) -> None:
 
     The running variance of a normalization becomes that of all ranks' data taken together: the mean of the
     variances plus the variance of the means. Other buffers of floating-point or complex numbers are averaged.
-    Integers, such as counts of batches, become the largest value of all ranks.
+    Integers, such as counts of batches, become the largest value of all ranks. Buffers that `BucketedDDP`
+    ignores are left alone.
 
     Collective: all ranks must call it.
     """
+    ignored = getattr(module, IGNORED_NAMES, ())
+    skipped = {id(b) for name, b in module.named_buffers() if name in ignored}
     means, variances = [], []
     for layer in module.modules():
         mean, variance = getattr(layer, "running_mean", None), getattr(layer, "running_var", None)
-        if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
+        if not (isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor)):
+            continue
+        if skipped.isdisjoint([id(mean), id(variance)]):
             means.append(mean)
             variances.append(variance)
     wire = Wire(channel)
     before = [mean.clone() for mean in means]
-    known = {id(t) for t in [*means, *variances]}
+    known = skipped | {id(t) for t in [*means, *variances]}
     rest = [b for b in module.buffers() if id(b) not in known]
     average_(wire, [*means, *filter(_is_averaged, rest)])
     for own, mean, variance in zip(before, means, variances, strict=True):

@@ -50,6 +50,12 @@ class OuterAverager(Averager):
             self._anchors[name] = memory_view(self.parameters[name]).clone().float()
             self._momenta[name] = torch.zeros_like(self._anchors[name])
 
+    def before_step(self) -> None:
+        """Start the first local step from the present parameters, which may have been loaded until now."""
+        if self._is_local and not any(track.num_local_steps for track in self.tracks):
+            for name in self._anchors.keys() & self.parameters.keys():
+                self._anchors[name].copy_(memory_view(self.parameters[name]))
+
     def average_new(self, names: Sequence[str]) -> None:
         """Average parameters in `names` without outer state, and create it; call in the channel's thread."""
         new = [name for name in names if name not in self._anchors]
@@ -278,6 +284,10 @@ class StreamingDiLoCo(DiLoCo):
     def prepare(self) -> None:
         super().prepare()
         self._under_way: dict[int, _Exchange] = vars(self).get("_under_way", {})
+
+    def start_over(self) -> None:
+        self._under_way = {}
+        super().start_over()
 
     def _begin_again(self, under_way: dict[int, _Exchange]) -> None:
         """Make `under_way`, without results, the pending exchanges; they are sent again before their use."""

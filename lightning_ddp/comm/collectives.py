@@ -65,6 +65,11 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is contiguous, without a pending conjugation or sign."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def chunks(tensors: Iterable[S], most_bytes: float) -> Iterator[list[S]]:
     """Group non-empty tensors by dtype and device; yield lists of up to `most_bytes`, or of one tensor."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[S]] = {}
@@ -122,7 +127,7 @@ def broadcast_coalesced(group: Group, tensors: Sequence[torch.Tensor], src: int 
     Collective: all ranks must call it.
     """
     with torch.no_grad():
-        large = [t for t in tensors if t.is_contiguous() and t.nbytes >= _IN_PLACE_BYTES]
+        large = [t for t in tensors if is_plain(t) and t.nbytes >= _IN_PLACE_BYTES]
         alone = {id(t) for t in large}
         works = [(group.broadcast(numbers(t), src), t.device) for t in large]
         for chunk in chunks([t for t in tensors if id(t) not in alone], CHUNK_BYTES):

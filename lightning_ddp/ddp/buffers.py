@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp._torch import COMPUTED, UPDATE_COUNT, buffers_of, foreach_copy_, preserve_version_counters
-from lightning_ddp.comm.collectives import broadcast_coalesced
+from lightning_ddp.comm.collectives import broadcast_coalesced, is_plain
 from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import ConfigurationError
 
@@ -91,8 +91,8 @@ class Buffers:
             path, _, key = name.rpartition(".")
             owner = buffers_of(self._module.get_submodule(path))
             self._places[name] = (owner, key, tensor, tensor.data_ptr())
-            is_dense = tensor.is_contiguous() and tensor.numel()
-            (dense.setdefault(tensor.device, []) if is_dense else self._others).append(tensor)
+            is_packed = is_plain(tensor) and tensor.numel()
+            (dense.setdefault(tensor.device, []) if is_packed else self._others).append(tensor)
         self._packs: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
         """A tensor for one broadcast per device, with the bytes of the buffers and their places in it."""
         for tensors in dense.values():

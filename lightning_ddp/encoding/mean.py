@@ -216,11 +216,19 @@ class Segment(NamedTuple):
     """Slice of its elements, in the order of memory."""
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor has no gaps, overlaps, pending conjugation or sign."""
+    has_gaps = torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+    return not (has_gaps or tensor.is_conj() or tensor.is_neg())
+
+
 def memory_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor's elements in the order of memory: a detached 1-D view; complex ones as pairs."""
     tensor = tensor.detach()
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        raise ValueError(f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory")
+    if not _is_dense(tensor):
+        raise ValueError(
+            f"tensor of shape {list(tensor.shape)} has gaps or overlaps in memory, or is a lazy conjugate"
+        )
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
@@ -268,13 +276,17 @@ def average_(wire: Wire, tensors: Sequence[torch.Tensor]) -> None:
 
     Collective: all ranks must call it.
     """
-    views = [memory_view(tensor) for tensor in tensors]
+    others = [i for i, tensor in enumerate(tensors) if not _is_dense(tensor)]
+    copies = {i: tensors[i].detach().clone(memory_format=torch.contiguous_format) for i in others}
+    views = [memory_view(copies.get(i, tensor)) for i, tensor in enumerate(tensors)]
     exchange(
         wire,
         views,
         lambda segment, out: out.copy_(views[segment.number][segment.where]),
         lambda segment, mean: views[segment.number][segment.where].copy_(mean),
     )
+    for i, mean in copies.items():
+        tensors[i].detach().copy_(mean)
 
 
 def _chunks(numels: Sequence[tuple[int, int]]) -> Iterator[list[tuple[Segment, slice]]]:

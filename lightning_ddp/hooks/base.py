@@ -323,6 +323,11 @@ class StatefulHook(Hook):
         self.step, self._state = mark
         self._forget_step()
 
+    def start_over(self) -> None:
+        """Drop all state; call it between steps."""
+        self._wait_until_settled()
+        self.restore((0, {}))
+
     def finish(self, shared: Mapping[str, Any]) -> None:
         """Complete an interrupted step that another rank completed, from its state shared by all ranks."""
         if self.step < shared["step"]:
