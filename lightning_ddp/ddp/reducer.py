@@ -231,13 +231,15 @@ class Reducer:
         self._next_handle = RemovableHandle.next_id
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
-        """Unset `.grad` views that a failed backward left empty; with `waits`, first await its reductions."""
+        """Restore `.grad` where a failed backward gave none; with `waits`, first await its reductions."""
         for bucket in self.buckets[: state.num_taken] if waits else ():
             if bucket.work is not None:
                 with suppress(CommHookError):
                     self._wait(bucket, state)
         ready = set(state.ready)
         for bucket in self.buckets:
+            for position in bucket.absent:
+                bucket.take_absent(position, is_used=False)
             bucket.withdraw(ready)
 
     def _count_step(self, state: BackwardState) -> None:
