@@ -384,6 +384,84 @@ def test_a_parameter_that_one_rank_used_counts_as_zero_on_the_other(spec):
     assert_same_steps([outputs for outputs, _ in answers], expected)
 
 
+@pytest.mark.parametrize("finds_unused", [False, True], ids=["frozen", "unused"])
+@remembering
+def test_a_gradient_of_an_earlier_step_is_not_compressed_again(spec, finds_unused):
+    inputs = inputs_of(2, 6)
+
+    def rank_main(rank, world_size, group):
+        runs = [Run(group, spec, find_unused_parameters=finds_unused) for _ in range(2)]
+        for step, grads in enumerate(inputs[rank]):
+            is_used = step % 2 == 0
+            for run, clears in zip(runs, (True, False), strict=True):
+                second = run.module.second
+                second.requires_grad_(is_used or finds_unused)
+                run.module.zero_grad()
+                if not is_used and not clears:
+                    second.grad = torch.full_like(second, torch.inf if step == 5 else 7.0)
+                run.model(grads if is_used else {n: g for n, g in grads.items() if n != "second"}).backward()
+                if not is_used:
+                    assert (second.grad is None) == clears
+                    second.grad = None
+            names = grads.keys() if is_used else grads.keys() - {"second"}
+            assert_same(*({name: run.module.get_parameter(name).grad for name in names} for run in runs))
+            for tensors in zip(*(run.hook.state_dict()["tensors"].values() for run in runs), strict=True):
+                assert_same(*tensors)
+
+    run_threads(rank_main, 2)
+
+
+def test_a_mean_to_which_one_rank_alone_adds_is_kept():
+    inputs = inputs_of(2, 2)
+    del inputs[1][1]["second"]
+
+    def rank_main(rank, world_size, group):
+        run = Run(group, {"name": "topk", "ratio": 1.0}, find_unused_parameters=True)
+        for grads in inputs[rank]:
+            run.model(grads).backward()
+        return run.module.second.grad
+
+    first = mean([inputs[rank][0]["second"] for rank in range(2)])
+    for found in run_threads(rank_main, 2):
+        torch.testing.assert_close(found.double(), first + inputs[0][1]["second"] / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_without_input_uses_no_parameter():
+    inputs = inputs_of(2, 3)
+    del inputs[0][2]["second"], inputs[1][2]
+
+    def rank_main(rank, world_size, group):
+        run = Run(group, {"name": "topk", "ratio": 0.05}, find_unused_parameters=True)
+        for grads in inputs[rank]:
+            before = run.state()
+            run.step(grads)
+        if rank == 1:
+            before = run.state()
+            run.model.reducer.shadow_backward()
+        return before, run.state()
+
+    for before, after in run_threads(rank_main, 2):
+        assert before["second"].equal(after["second"])
+        assert not before["first"].equal(after["first"])
+
+
+def test_an_interrupted_backward_keeps_the_gradient_of_a_frozen_parameter():
+    inputs = inputs_of(2, 1)
+
+    def rank_main(rank, world_size, group):
+        run = Run(group, "allreduce")
+        before = run.step(inputs[rank][0])["second"]
+        run.module.second.requires_grad_(False)
+        handle = run.module.first.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.model(inputs[rank][0]).backward()
+        handle.remove()
+        run.model(inputs[rank][0])
+        assert run.module.second.grad.equal(before)
+
+    run_threads(rank_main, 2)
+
+
 # ---------------------------------------------------------------- bytes
 
 TRANSFORMER = {

@@ -89,6 +89,20 @@ def test_a_hook_of_the_user_may_put_another_tensor_there(rank, group) -> None:
     assert is_in_bucket(model, left.grad)
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
+@on_ranks(2)
+def test_hooks_registered_after_wrapping_run_before_the_average(rank, group, options) -> None:
+    model = wrapped(group, **options)
+    model(INPUT).backward()  # has planned the buckets again, and renewed the hooks
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.square()))
+    for _ in range(2):
+        model.zero_grad()
+        model(INPUT * (rank + 1)).backward()
+        # the mean of squares, and not the square of the mean, also for the last in a bucket and a large one
+        assert all(p.grad.equal(2.5 * INPUT.square().expand_as(p)) for p in model.parameters() if p.ndim == 2)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @on_ranks(2)
 def test_gradients_with_a_graph_are_averaged_too(rank, group) -> None:

@@ -245,6 +245,8 @@ class Bucket:
         self._is_last = is_last
         self.absent: set[int] = set()
         """Positions of the parameters without a gradient in this backward."""
+        self.accumulated: set[int] = set()
+        """Those in `absent` whose `.grad` was added up without synchronization since the last average."""
         self.arm(0, [])
         self.armed = False
 
@@ -284,6 +286,7 @@ class Bucket:
         flat = torch.zeros_like(self.flat)
         bucket = type(self)(self._index, self.spec, flat, self.params, self.names, is_last=self._is_last)
         bucket.contributes = False
+        bucket.absent.update(range(self.size))
         return bucket
 
     # ------------------------------------------------------------------ one backward
@@ -297,6 +300,7 @@ class Bucket:
         self.is_full = False
         self.is_skipped = False
         self.absent.clear()
+        self.accumulated.clear()
         if self.streams is not None:
             self.streams.clear()
         self.work: Any = None
@@ -379,8 +383,7 @@ class ViewBucket(Bucket):
     def open(self) -> None:
         """Set zeroed views as `.grad` of small CPU parameters, if none has a gradient: autograd adds there.
 
-        `.grad` of their parameters becomes a view that holds zeros, if none of them has a gradient yet. Only
-        on the CPU: on other devices one copy of many gradients costs less than one addition per gradient.
+        Only on the CPU: on other devices one copy of many gradients costs less than one addition each.
         """
         if self.spec.device.type != "cpu" or self._has_late_only or self.absent or self.is_full:
             return

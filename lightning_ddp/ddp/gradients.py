@@ -204,6 +204,11 @@ class Gradients:
     def _fill_absent(self, index: int) -> Bucket:
         bucket, position = self._layout.where[index]
         bucket.fill_absent(position, self._reduction.scale)
+        if self.expected[index] is not Expected.NOWHERE:
+            if index in self.unsynced:
+                bucket.accumulated.add(position)
+        elif self._reduction.hook is not None:
+            bucket.views[position].zero_()  # else the hook would count the gradient of an earlier step
         if bucket.streams is not None:
             bucket.streams.note()
         return bucket
@@ -245,7 +250,7 @@ class Gradients:
             with torch.no_grad():
                 for position, index in enumerate(bucket.spec.indices):
                     if not self.counts[index]:
-                        bucket.fill_absent(position, scale)
+                        self._fill_absent(index)
                     elif position in bucket.early:
                         bucket.copy_early(position, scale)
             bucket.num_pending = 0

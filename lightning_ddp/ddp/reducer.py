@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp._torch import queue_callback
 from lightning_ddp.comm.group import Group
@@ -79,6 +80,8 @@ class Reducer:
         self._beginning = threading.RLock()  # autograd has a thread for each device
         self._gradients = Gradients(self.layout, options, self.reduction, self.failures, group, device)
         self._handles: list[Any] = []
+        self._next_handle = -1  # id of torch's next handle of a hook, of any kind, after the last `arm`
+        self._are_hooks_learning = options.static_graph
         # The hooks on the parameters would keep the buckets alive after the reducer.
         weakref.finalize(self, remove_hooks, self._handles).atexit = False
         self._on_leaves: list[Any] = []
@@ -110,7 +113,7 @@ class Reducer:
 
     def make_static(self) -> None:
         """Treat the graph as static; call it before the first step, which then records the graph."""
-        self._gradients.is_static = self._gradients.is_learning = True
+        self._gradients.is_static = self._gradients.is_learning = self._are_hooks_learning = True
         self._renew_hooks()
 
     def rebuild(self) -> None:
@@ -140,6 +143,7 @@ class Reducer:
 
     def _apply(self, plan: Sequence[BucketSpec]) -> None:
         self.layout.apply(plan, frozenset(i for i, count in enumerate(self._gradients.counts) if count > 1))
+        self._are_hooks_learning = self._gradients.is_learning
         self._renew_hooks()
 
     # ------------------------------------------------------------------ hooks of autograd
@@ -147,7 +151,6 @@ class Reducer:
     def _renew_hooks(self) -> None:
         """Replace the autograd hooks of all parameters, also if `requires_grad` is off at the moment."""
         remove_hooks(self._handles)
-        self._are_hooks_learning = self._gradients.is_learning
         for index, (bucket, position) in self.layout.where.items():
             hook, parameter = self._make_hook(bucket, position, index), self._params[index]
             if bucket.streams is not None:
@@ -156,6 +159,13 @@ class Reducer:
             parameter.requires_grad_(True)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(is_on)
+        self._hooks_by_id = [handle.hooks_dict_ref() for handle in self._handles]
+
+    def _keep_hooks_last(self) -> None:
+        """Renew the hooks if a parameter has got another one, which then runs before ours, as with torch."""
+        last = [*map(next, map(reversed, self._hooks_by_id))]  # shorter if a parameter has no hook any more
+        if self._handles and last != [handle.id for handle in self._handles]:
+            self._renew_hooks()
 
     def _make_hook(self, bucket: Bucket, position: int, index: int) -> _Hook:
         """Return a parameter's gradient hook, which counts arrivals and starts a full bucket's reduction."""
@@ -202,6 +212,8 @@ class Reducer:
         interrupted, self._backward = self._backward, None
         if interrupted is not None and interrupted.is_running:
             self._abandon(interrupted, waits=True)
+        if RemovableHandle.next_id != self._next_handle:
+            self._keep_hooks_last()
         state = BackwardState()
         tensors = list(find_tensors(outputs))
         self._gradients.prepare(tensors, absent)
@@ -216,15 +228,18 @@ class Reducer:
 
         # These hooks run first, and in the outermost of nested backwards.
         hook_gradients(tensors, start, self._on_leaves)
+        self._next_handle = RemovableHandle.next_id
 
     def _abandon(self, state: BackwardState, *, waits: bool) -> None:
-        """Unset `.grad` views that a failed backward left empty; with `waits`, first await its reductions."""
+        """Restore `.grad` where a failed backward gave none; with `waits`, first await its reductions."""
         for bucket in self.buckets[: state.num_taken] if waits else ():
             if bucket.work is not None:
                 with suppress(CommHookError):
                     self._wait(bucket, state)
         ready = set(state.ready)
         for bucket in self.buckets:
+            for position in bucket.absent:
+                bucket.take_absent(position, is_used=False)
             bucket.withdraw(ready)
 
     def _count_step(self, state: BackwardState) -> None:

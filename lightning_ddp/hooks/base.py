@@ -35,7 +35,7 @@ class Part:
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the parameters, slowest dimension in memory first; the last of complex ones is 2."""
     absent: frozenset[int]
-    """Positions of the parameters that have no gradient on this rank."""
+    """Positions of the parameters without a gradient on this rank: no new one, none from `no_sync`."""
     index: int
     is_last: bool
     loss_scale: float | torch.Tensor
@@ -93,7 +93,7 @@ class Hook:
             buffer=torch.view_as_real(buffer).view(-1) if is_complex else buffer,
             names=self._names(bucket, len(parameters)),
             shapes=tuple(_memory_shape(p) for p in parameters),
-            absent=frozenset(getattr(bucket, "absent", ())),
+            absent=frozenset(getattr(bucket, "absent", ())) - getattr(bucket, "accumulated", set()),
             index=bucket.index(),
             is_last=bucket.is_last(),
             loss_scale=1.0,
@@ -273,14 +273,19 @@ class StatefulHook(Hook):
         """Exchange with all ranks which parameters have a gradient, and whether all gradients are finite."""
         has_gradient = [position not in part.absent for position in range(len(part.names))]
         flags = uploaded(torch.tensor([False, *has_gradient], dtype=torch.uint8), part.flat.device)
-        flags[0] = ~_is_finite(part.flat)
         slices = part.slices()
-        for position in part.absent:  # an accumulated gradient counts, though this backward gave none
-            flags[1 + position] = slices[position].any()
+        # `.grad` of an absent parameter, if any, is a mean of an earlier backward, the same on all ranks.
+        old = {position: slices[position].clone() for position in part.absent}
+        for position in old:
+            slices[position].zero_()
+        flags[0] = ~_is_finite(part.flat)
         self.channel.all_reduce(flags, dist.ReduceOp.MAX)
         self._is_bucket_spoiled = flags[0].bool()
         # Without absent parameters on this rank all are present, and the host need not wait.
         part.present = tuple(map(bool, flags[1:].tolist() if part.absent else has_gradient))
+        for position, mean in old.items():
+            if part.present[position]:  # other ranks have added to it
+                slices[position].copy_(mean)
 
     def _settle(self) -> None:
         """Make a step's values, if finite, the hook's state, unless already done; in the channel's thread."""
