@@ -146,9 +146,12 @@ def test_buckets_between_hosts_start_small_by_default(rank, group, by_host, opti
         options=options,
         hosts=hosts if by_host == APART else None,
     )
-    for _ in range(2):
-        loss = torch.stack([p.sum() for p in parameters]).sum()
+    for step in range(2):
+        losses = [number * p.mean() for number, p in reversed([*enumerate(parameters)])]
+        loss = torch.stack(losses).sum()
         reducer.rebuild()
+        kept = [p.grad.sum().item() for p in parameters if p.grad is not None]
+        assert kept == [*range(40)] * step, "it moves the gradients that there are"
         reducer.arm(loss)
         loss.backward()
     assert [bucket.flat.nbytes // KIB for bucket in reducer.buckets] == expected

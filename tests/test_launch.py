@@ -47,7 +47,9 @@ def require_trained(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
     return ends
 
 
-@pytest.mark.parametrize("launcher", [(), slow(("-m", "cProfile", "-o", os.devnull))], ids=["python", "cProfile"])
+@pytest.mark.parametrize(
+    "launcher", [(), slow(("-m", "cProfile", "-o", os.devnull))], ids=["python", "cProfile"]
+)
 def test_a_script_is_run_again_with_its_arguments_and_a_free_port_is_taken(launcher, tmp_path) -> None:
     arguments = [*order(tmp_path), "--x", "a b"]
     run_script(SCRIPT, arguments, timeout_s=DEADLINE_S, launcher=launcher).check()

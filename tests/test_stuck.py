@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +456,26 @@ def test_a_collective_that_all_have_started_may_end_and_one_that_a_blocked_rank_
         assert {type(message) for _, message in found} <= {StatusRequest}
         found = inspection.handle(rank, StatusReply(1, said), 1.0)
     assert [rank for rank, _ in found] == ([] if has_started else [0, 2])
+
+
+def test_who_waits_for_a_job_of_another_thread_is_blocked_by_the_collective_in_it() -> None:
+    activity, begun, ends = Activity(), threading.Event(), threading.Event()
+    entry = Lane("world", range(2)).next("all_reduce", [], "mean")
+
+    def job() -> None:
+        activity.busy.add(threading.get_ident())
+        with activity.waiting("mean", entry):
+            begun.set()
+            ends.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(job)
+        begun.wait(60)
+        with activity.waiting("a hook's job", is_for_job=True):
+            assert activity.blocked_on() == [("world", entry.number, False)]
+        with activity.waiting("a lock of the user"):
+            assert activity.blocked_on() == [], "it may go on"
+        ends.set()
 
 
 def test_a_thousand_ranks_are_compared_in_messages_of_bounded_size() -> None:

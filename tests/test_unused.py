@@ -45,7 +45,10 @@ WAYS = {
         FINDS,
         [("abc", "abc", [1.5, 1.5, 1.5]), ("+ab", "+ab", [3.0, 3.0, 1.5])],
     ),
-    "use inside no_sync counts": (FINDS, [("-ac", "-ac", None), ("+ab", "+ab", [3.0, 1.5, 1.5])]),
+    "use inside no_sync counts once": (
+        FINDS,
+        [("-ac", "-ac", None), ("+ab", "+ab", [3.0, 1.5, 1.5]), ("ab", "ab", [1.5, 1.5, None])],
+    ),
     "a rank that uses nothing holds up nobody": (FINDS, [("", "a", [1.0, None, None])]),
     "switched off by hand, as in Lightning's toggle_optimizer, needs no search": (
         {},
