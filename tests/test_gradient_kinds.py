@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_all_as_torch, grads_of, state_of
-from harness import on_ranks
+from harness import on_ranks, run_ranks
 from models import filled
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_ddp import BucketedDDP
+from lightning_ddp.averaging.local_sgd import NodeGradients
+from lightning_ddp.comm.group import Group
 from lightning_ddp.errors import BackwardOrderError
+from lightning_ddp.hooks import build_hook
 
 NUM_ROWS = 14
 VIEW, NO_VIEW = ({"gradient_as_bucket_view": is_view} for is_view in (True, False))
@@ -130,7 +134,46 @@ def test_a_dense_gradient_of_a_sparse_embedding_is_named_on_every_rank(group) ->
         model(torch.tensor([[1, 2]])).backward()
 
 
+def sparse_steps_with_hooks(rank: int, _: int) -> None:
+    group = torch.distributed.group.WORLD
+    for name in ("allreduce", "int8", "topk", "noop", "in nodes"):
+        plain, hooked, alone = (filled(SparseText()) for _ in range(3))
+        models = [BucketedDDP(plain), BucketedDDP(hooked)]
+        hook: Any = NodeGradients(None, Group(group), 2, torch.device("cpu"), lambda: False)
+        if name != "in nodes":
+            hook = build_hook(name, group)
+        models[1].register_comm_hook(None, hook)
+        for step in range(3):
+            for model in (*models, alone):
+                model.zero_grad()
+                model(SparseText.inputs(rank, step)).backward()
+            expected = (alone if name == "noop" else plain).rows.weight.grad
+            assert hooked.rows.weight.grad.to_dense().equal(expected.to_dense()), name
+            if name == "topk":
+                assert hook.state_dict()["step"] == step + 1
+
+
+def test_hooks_leave_sparse_gradients_uncompressed() -> None:
+    run_ranks(sparse_steps_with_hooks, 2)
+
+
 # ---------------------------------------------------------------- complex, no elements, 16 bits
+
+
+def complex_steps_with_a_hook_of_torch(rank: int, _: int, wrap: Any, options: dict[str, Any]) -> Any:
+    module = filled(nn.Linear(3, 2, dtype=torch.complex64))
+    model = wrap(module, **options)
+    model.register_comm_hook(None, allreduce_hook)
+    seen = []
+    for step in range(3):
+        module.zero_grad()
+        model(torch.full((1, 3), rank + 1j * step)).abs().sum().backward()
+        seen.append(grads_of(module))
+    return seen
+
+
+def test_a_hook_of_torch_averages_complex_gradients() -> None:
+    assert_all_as_torch(complex_steps_with_a_hook_of_torch, 2, [(options,) for options in LAYOUTS])
 
 
 class AllKinds(nn.Module):

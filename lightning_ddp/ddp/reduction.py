@@ -135,6 +135,8 @@ class Reduction:
         if not isinstance(value, torch.Tensor):
             raise self._error(bucket, state, f"gave {type(value).__name__}; expected the flat gradient")
         flat = bucket.flat
+        if flat.is_complex() and value.dtype == flat.dtype.to_real() and value.numel() == 2 * flat.numel():
+            value = torch.view_as_complex(value.reshape(-1, 2))  # torch's collectives return pairs
         # A hook that set a compressed tensor as the buffer may return its dtype; copy_ converts it.
         is_known_type = value.dtype in (flat.dtype, bucket.buffer().dtype)
         if value.numel() != flat.numel() or not is_known_type:

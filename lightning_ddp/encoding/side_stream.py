@@ -130,7 +130,12 @@ class Channel:
         return lent or [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = None) -> Wait:
-        """Start to reduce a contiguous tensor in place (default: sum); return a function that awaits it."""
+        """Start to reduce a contiguous tensor in place (default: sum); return a function that awaits it.
+
+        A sparse tensor can be summed where the backend supports that; its bytes are not counted.
+        """
+        if tensor.is_sparse:
+            return self._started(self.group.all_reduce(tensor, op), tensor, 0.0, tensor)
         staging = self._staging() if op is None else None
         if staging is None:
             work = self.group.all_reduce(tensor, op)

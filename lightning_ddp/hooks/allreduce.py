@@ -25,6 +25,9 @@ class NoOp(Hook):
     def run(self, part: Part) -> torch.Tensor:
         return part.buffer
 
+    def run_sparse(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
 
 class FP16(Hook):
     """Send gradients in float16, half the bytes of float32; each rank divides before it sends."""

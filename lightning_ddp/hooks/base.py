@@ -88,6 +88,8 @@ class Hook:
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Queue the reduction of a full bucket and return its future; `state` is not used."""
         parameters, buffer = bucket.parameters(), bucket.buffer()
+        if buffer.is_sparse:
+            return self.channel.submit(lambda: self.run_sparse(buffer))
         is_complex = buffer.is_complex()
         part = Part(
             buffer=torch.view_as_real(buffer).view(-1) if is_complex else buffer,
@@ -115,6 +117,10 @@ class Hook:
         if result.data_ptr() != part.buffer.data_ptr():
             part.buffer.copy_(result)
         return part.buffer
+
+    def run_sparse(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Average a sparse gradient, which is a bucket of its own, uncompressed; as `run`."""
+        return Wire(self.channel).mean(gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict` of this hook on this rank; call it between steps only."""
@@ -174,7 +180,7 @@ class StatefulHook(Hook):
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future = super().__call__(state, bucket)
-        if self.is_deferred and bucket.is_last():
+        if bucket.is_last() and (self.is_deferred or bucket.buffer().is_sparse):
             self._settling = self.channel.submit(self._settle)
         return future
 
