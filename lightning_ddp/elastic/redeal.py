@@ -332,9 +332,9 @@ class Dealer:
 
     def deal(self, num_batches: int, rank: int, world_size: int) -> None:
         self._part = (rank, world_size)
-        cycles = not self._keeps_global and loaders_mode(self._trainer) == "max_size_cycle"
         for loader in self._loaders:
             dealt = loader.batch_sampler if self._keeps_global else loader.batch_sampler.sampler
+            cycles = not self._keeps_global and loaders_mode(self._trainer) == "max_size_cycle"
             while cycles and num_batches - dealt.num_batches > self.most(loader):
                 dealt.begin_again(self.most(loader))
             dealt.deal(num_batches, rank, world_size)

@@ -298,7 +298,10 @@ class Model(pl.LightningModule):
         self.net[0].weight.register_hook(lambda grad: die_if("last bucket", self.global_step))
 
     def be_late(self) -> None:
-        """Has this place fall asleep once its last bucket is on its way, so that others are a step ahead."""
+        """Has this place fall asleep once its last bucket is on its way, so that others are a step ahead.
+
+        After forward: hooks that are registered before it run before a bucket is full.
+        """
         arrived: list[Tensor] = []
 
         def sleep(parameter: Tensor) -> None:
@@ -309,6 +312,10 @@ class Model(pl.LightningModule):
 
         for parameter in self.net[0].parameters():
             parameter.register_post_accumulate_grad_hook(sleep)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if ORDER.get("late") == [place(), self.global_step]:
+            self.be_late()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if "keeps" in ORDER:
@@ -324,8 +331,6 @@ class Model(pl.LightningModule):
         die_if("forward" if self.num_forwards == 1 else "second forward", self.global_step)
         if CHAOS and CHAOS[0].raises:
             raise ValueError("a picture is broken")
-        if ORDER.get("late") == [place(), self.global_step]:
-            self.be_late()
         time.sleep(ORDER.get("step_s", 0.0))
         loss = self.net(batch[0]).square().mean() + self.net[0].weight.square().mean()
         if self.global_step == ORDER.get("overflows"):
