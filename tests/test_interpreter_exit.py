@@ -66,3 +66,26 @@ del tensor
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's scheduling of threads")
 def test_a_backend_that_is_late_does_not_abort_the_exit(tmp_path):
     run_script(SCRIPT, [str(tmp_path / "store")], timeout_s=120, fresh=True).check()
+
+
+INTERRUPTED = """
+import io, os, signal, sys
+from lightning_ddp.comm.teardown import flush_output
+
+class Raw(io.RawIOBase):
+    def writable(self):
+        return True
+    def write(self, data):
+        signal.raise_signal(signal.SIGUSR1)
+        return len(data)
+
+signal.signal(signal.SIGUSR1, lambda *_: (flush_output(), os._exit(7)))
+sys.stdout = None
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Raw()))
+sys.stderr.write("x")
+sys.stderr.flush()
+"""
+
+
+def test_a_signal_that_interrupts_a_write_ends_the_process_all_the_same():
+    assert run_script(INTERRUPTED).returncode == 7

@@ -320,7 +320,8 @@ def before_gloo_ends_the_process(call: Callable[[], None] | None) -> None:
 def flush_output() -> None:
     """Flush stdout and stderr as far as they are open, before the process ends without that."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError, ValueError):  # nobody reads it any more, or the script has closed it
+        # nobody reads it any more, the script has closed it, or a signal has interrupted a write to it
+        with suppress(OSError, ValueError, RuntimeError):
             stream.flush()
 
 
