@@ -314,7 +314,7 @@ def test_packed_signs_are_an_eighth_of_a_byte_each(world_size, numel):
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(world_size))
     packed = pack_signs(flat)
     assert packed.numel() == -(-numel // 8)
-    assert unpack_signs(packed, numel).tolist() == [1 if x >= 0 else -1 for x in flat.tolist()]
+    assert unpack_signs(packed, flat).tolist() == [1 if x >= 0 else -1 for x in flat.tolist()]
 
 
 @pytest.mark.parametrize(

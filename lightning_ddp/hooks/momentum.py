@@ -251,15 +251,15 @@ class Sign(MomentumHook):
     options: SignOptions
 
     def compress(self, part: Part, velocity: torch.Tensor | None) -> torch.Tensor:
-        lengths = uploaded(torch.tensor(self._block_lengths(part)), part.flat.device)
-        numel = part.flat.numel()
-
         def decoded(scales: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-            signs = unpack_signs(bits, numel).to(part.flat.dtype)
-            # Without `output_size` the host would wait for the device.
-            return signs.mul_(scales.repeat_interleave(lengths, output_size=numel))
+            signs = unpack_signs(bits, part.flat)
+            blocks = self._blocks(part, signs)
+            for block, scale in zip(blocks, scales.split([len(b) for b in blocks]), strict=True):
+                block.mul_(scale.unsqueeze(1))
+            return signs
 
-        scales, bits = self._scales(part), pack_signs(part.flat)
+        scales = torch.cat([block.abs().mean(1) for block in self._blocks(part, part.flat)])
+        bits = pack_signs(part.flat)
         mine = decoded(scales, bits)
         self.remember_slices(part, "error", part.flat - mine)
         gathered_scales = self.check_finite(self.channel.all_gather(scales))
@@ -269,37 +269,23 @@ class Sign(MomentumHook):
             mean.add_(mine if rank == self.channel.rank else decoded(*received))
         return mean.div_(self.channel.size)
 
-    def _block_lengths(self, part: Part) -> list[int]:
-        lengths: list[int] = []
-        for size in part.sizes:
-            whole, rest = divmod(size, self.options.block_size)
-            lengths += [self.options.block_size] * whole + [rest] * (rest > 0)
-        return lengths
-
-    def _scales(self, part: Part) -> torch.Tensor:
-        """Return the mean absolute value of each block; 0 for parameters without a gradient anywhere."""
-        scales = []
-        for piece, is_present in zip(part.slices(), part.present, strict=True):
-            sizes = piece.abs() if is_present else torch.zeros_like(piece)
-            whole = piece.numel() // self.options.block_size * self.options.block_size
-            scales.append(sizes[:whole].view(-1, self.options.block_size).mean(1))
-            if whole < piece.numel():
-                scales.append(sizes[whole:].mean().view(1))
-        return torch.cat(scales)
+    def _blocks(self, part: Part, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return views (blocks, elements) of a flat tensor: whole blocks and rest of each parameter."""
+        size = self.options.block_size
+        shapes = [shape for n in part.sizes for shape in ((n // size, size), (min(n % size, 1), n % size))]
+        pieces = zip(flat.split([rows * width for rows, width in shapes]), shapes, strict=True)
+        return [piece.view(shape) for piece, shape in pieces]
 
 
 def pack_signs(flat: torch.Tensor) -> torch.Tensor:
     """Pack signs as one bit per element (1 if not negative), eight per byte, in uint8."""
-    bits = (flat >= 0).to(torch.uint8)
-    padded = torch.nn.functional.pad(bits, (0, -flat.numel() % 8)).view(-1, 8)
-    packed = padded[:, 0].clone()
-    for place in range(1, 8):
-        packed |= padded[:, place] << place
-    return packed
+    bytes_ = torch.nn.functional.pad(flat >= 0, (0, -flat.numel() % 8)).view(torch.uint8)
+    # The product moves bit 0 of byte i, of eight bytes, to bit 56 + i; no two other bits meet.
+    return (bytes_.view(torch.int64) * 0x0102040810204080 >> 56).to(torch.uint8)
 
 
-def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """Unpack the signs of `pack_signs` as +1 and -1 in int8."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed.unsqueeze(1) >> places) & 1
-    return bits.view(-1)[:numel].to(torch.int8).mul_(2).sub_(1)
+def unpack_signs(packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Unpack the signs of `pack_signs` as +1 and -1, as many as a flat tensor has, and of its dtype."""
+    values, places = (torch.arange(n, dtype=torch.uint8, device=packed.device) for n in (256, 8))
+    signs = ((values.unsqueeze(1) >> places) & 1).to(like.dtype).mul_(2).sub_(1)
+    return signs.index_select(0, packed.int()).view(-1)[: like.numel()]
