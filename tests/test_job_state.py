@@ -283,6 +283,32 @@ def test_too_few_ranks_take_no_step_until_others_have_joined_or_their_time_is_ov
     assert job.state.cause.rank == 0
 
 
+def test_ranks_that_cannot_connect_try_again_for_half_a_minute() -> None:
+    job = Job(3)
+    job.stuck = {0, 1}
+    job.fail(2, 5)
+
+    def fail_to_connect() -> None:
+        assert job.state.phase is JobPhase.FORMING
+        rank = job.rank(1)
+        rank.stop()
+        rank.answer(Progress(5, True, False, 0))
+        job.say(job.member(1))
+        job.go()
+        job.go(SETTLE_S)
+
+    begun_at, generation = job.now, job.state.generation
+    for number in range(8):
+        fail_to_connect()
+        assert job.state.generation == generation + number + 1
+    job.go(begun_at + 29.5 - job.now)
+    fail_to_connect()
+    assert job.state.generation == generation + 9
+    job.go(begun_at + 30.1 - job.now)
+    fail_to_connect()
+    job.require_over("the remaining ranks could not connect to each other")
+
+
 EXITED, RAISED = {"exit_code": 3}, {"exception_class": "builtins:ValueError", "exit_code": None}
 KILLED, CRASHED, VANISHED = {}, {"exit_code": -signal.SIGSEGV}, {"exit_code": None}
 TOO_MANY = "more than 2 recoveries (max_recoveries) without 100 optimizer steps between them"
