@@ -40,7 +40,7 @@ from lightning_ddp.supervise.processes import (
     StartProcess,
     Unexplained,
 )
-from lightning_ddp.supervise.protocol import Hello, Message, ProtocolError
+from lightning_ddp.supervise.protocol import Failed, Hello, Message, ProtocolError
 from lightning_ddp.supervise.rank_state import Passage, RankState
 from lightning_ddp.supervise.settings import RecoverySettings, ReplaceSettings, SupervisionSettings
 
@@ -931,32 +931,60 @@ def test_nobody_is_told_anything_before_all_have_connected() -> None:
     assert told == [[], [], [(rank, Task.RUN) for rank in range(3)]]
 
 
-# ---------------------------------------------------------------------- who hears first
+# ---------------------------------------------------------------------- the server by itself
 
 
-def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_once() -> None:
+def control_of(num_ranks: int, recovery: RecoverySettings | None = None) -> tuple[JobControl, list[int]]:
+    """Return a server that all ranks have greeted, rank 0 from its process, and to whom it sends orders."""
     sent: list[int] = []
 
     def send(peer: Peer, message: Message) -> None:
         if isinstance(message, Order) and peer.identity is not None:
             sent.append(peer.identity.rank)
 
-    connections: Any = SimpleNamespace(send=send, admit=lambda peer: None)
+    connections: Any = SimpleNamespace(
+        send=send, admit=lambda peer: None, hang_up=lambda peer: None, send_all=lambda message: None
+    )
     control = JobControl(
         connections,
         token="t",
-        world_size=3,
-        settings=SupervisionSettings(),
+        world_size=num_ranks,
+        settings=SupervisionSettings(recovery=recovery),
         processes=LocalProcesses(),
         say=lambda text: None,
         with_stack=lambda record: record,
         pid=100,
     )
-    for rank in range(3):
+    for rank in range(num_ranks):
         peer: Any = Peer(Socket())  # type: ignore[arg-type]
         control.hear(peer, Hello("t", Identity(rank=rank, node_rank=0, pid=100 + rank), False), 0.0)
+        control.hear(peer, Report(number=1, phase=RankPhase.RUNNING, begun=1), 0.0)
         control.decide(0.0)
-    assert sent[-3:] == [1, 2, 0]
+    return control, sent
+
+
+def test_the_rank_whose_process_has_the_server_hears_last_as_both_may_end_at_once() -> None:
+    assert control_of(3)[1][-3:] == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "takes_exceptions", "goes_on"),
+    [
+        ("builtins:ValueError", 1, True, True),
+        ("builtins:ValueError", 1, False, False),
+        ("builtins:ValueError", 0, True, False),  # with its process the server ends
+        ("builtins:KeyboardInterrupt", 1, True, False),  # somebody wants the job to end
+        ("lightning_ddp.errors:CollectiveError", 1, True, False),
+        ("builtins:SystemExit", 1, False, True),
+    ],
+)
+def test_what_a_rank_raises_concerns_it_alone_if_asked_for(kind, rank, takes_exceptions, goes_on) -> None:
+    control, _ = control_of(3, RecoverySettings(exceptions=takes_exceptions))
+    who = Identity(rank=rank, node_rank=0, pid=100 + rank)
+    error = {"exception_type": kind.partition(":")[2], "exception_class": kind}
+    control.report(Failed(FailureRecord.of_identity(who, "bad sample", **error)), 1.0)
+    first = control.decide(1.0)
+    assert (first is None, control.job.phase is JobPhase.RECOVERING) == (goes_on, goes_on)
 
 
 def test_processes_that_fail_are_counted_in_a_row_alone() -> None:

@@ -55,6 +55,7 @@ def test_histories(seeds) -> None:
         pytest.param(767916, id="a rank is stopped, and another dies, as all are to stop"),
         pytest.param(2014509, id="a node is cut off while all stop, and one of its ranks has ended"),
         pytest.param(2018130, id="a node of which one rank has ended is lost in a stop"),
+        pytest.param(5000379, id="all are ready for the next generation before a failure is explained"),
     ],
 )
 def test_a_history_that_failed(seed) -> None:
