@@ -262,6 +262,17 @@ def test_a_job_without_another_boundary_heals_nobody(why: str) -> None:
     assert not job.state.heal([job.member(1)])
 
 
+def test_a_node_that_is_back_waits_until_its_processes_from_before_are_lost() -> None:
+    job = Job(4, ReplaceSettings(), num_nodes=2)
+    old, new = job.member(2), job.connect(2, start=1, is_launcher=True)
+    job.go(100.0)
+    assert (job.state.generation, job.member(2)) == (0, old)
+    job.lose(2)
+    job.go(100.0)
+    assert job.members == (0, 1, 2, 3)
+    assert job.member(2) is new
+
+
 # ---------------------------------------------------------------------- why a run ends
 
 
