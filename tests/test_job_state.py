@@ -849,6 +849,19 @@ def test_a_generation_is_entered_once_and_by_its_members() -> None:
     assert (state.enter_next(), state.generation, state.goes_on_without(3)) == (None, 2, True)
 
 
+def test_ranks_meet_where_they_may_and_stop_at_any_boundary() -> None:
+    state = RankState(0, is_new=False)
+    state.begin_run("fit")
+    state.place_boundary(7, may_meet=False)  # between accumulated batches
+    state.hear(Order(1, Task.MEET, position=state.position))
+    assert state.look() is Passage.GO
+    state.place_boundary(8, may_meet=True)
+    assert state.look() is Passage.MEET
+    state.place_boundary(9, may_meet=False)
+    state.hear(Order(2, Task.STOP, position=state.position + 1, wish=STOP))
+    assert [state.look(), state.look()] == [Passage.GO, Passage.STOP]
+
+
 def test_a_report_is_news_only_where_a_fact_has_changed() -> None:
     state = RankState(0, is_new=False)
     state.begin_run("fit")
