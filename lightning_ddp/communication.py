@@ -220,9 +220,9 @@ class Communication:
     def _follow(self) -> None:
         self._model.require_backward_grad_sync = self.synchronises_backward
 
-    def agree(self) -> bool:
-        """Average parameters and buffers if ranks may differ; return True then; all ranks must call it."""
-        return self.averager is not None and self.averager.agree()
+    def agree(self, others: Sequence[torch.nn.Module] = ()) -> bool:
+        """Average parameters, buffers, and models made of them, if ranks may differ, as `Averager.agree`."""
+        return self.averager is not None and self.averager.agree(others)
 
     def drop_lost_averager(self, group: Group) -> None:
         """Drop the averager if its process group is not that of `group`, as after a fit that has failed."""

@@ -567,7 +567,12 @@ class CustomDDPStrategy(StrategyCore, DDPStrategy):
 
     def _agree(self) -> None:
         """Average the model over all ranks if they may differ; after a failure, leave it unchanged."""
-        if not self._is_alone() and self._together(None, self._communication.agree, lambda: False):
+        if not self._communication.is_local or self._is_alone():
+            return
+        from lightning_ddp.elastic.step_ledger import models_of_callbacks
+
+        agree = partial(self._communication.agree, models_of_callbacks(self.lightning_module.trainer))
+        if self._together(None, agree, lambda: False):
             self._observer.agree()
 
     # ------------------------------------------------------------------ checkpoints

@@ -462,6 +462,27 @@ def test_agreement_averages_what_has_diverged_and_nothing_else():
     assert train(spec, 2, num_steps=5, finish=finish)[0][1][1] == 0, "gradients were averaged so far"
 
 
+def test_agreement_averages_models_that_each_rank_has_made_of_its_own_parameters():
+    """A moving average differs also where parameters are the same: after a round, and after validation."""
+    spec = {"name": "post_local_sgd", "start_step": 1, "period": 2}
+
+    def rank_main(rank: int, world_size: int, group: Any) -> list[float]:
+        module, optimizer, averager = built(spec, group)
+        other = nn.Linear(2, 1, bias=False)
+        other.register_buffer("count", torch.tensor(7))
+        seen = []
+        for step in range(4):
+            nn.init.constant_(other.weight, rank)
+            averager.agree([other])
+            seen.append(other.weight[0, 0].item())
+            if step < 3:
+                take_step(module, optimizer, averager, rank, world_size, step)
+        assert int(other.count) == 7
+        return seen
+
+    assert run_threads(rank_main, 2) == [[float(rank), 0.5, 0.5, 0.5] for rank in range(2)]
+
+
 @pytest.mark.parametrize(
     ("spec", "limit"),
     [

@@ -54,6 +54,16 @@ def test_parameters_are_apart_between_rounds_and_agree_at_the_end_and_in_validat
     assert answers[0]["validated"].equal(answers[1]["validated"])
 
 
+@pytest.mark.parametrize("period", [3, 4])  # the last step is of a round, or not
+def test_models_that_callbacks_make_of_local_parameters_agree_where_they_are_used(period, tmp_path):
+    answers = run_case("averaged", tmp_path, str(period))
+    assert_same(*answers)
+    for answer in answers:
+        assert answer["validated"].equal(answers[0]["validated"])
+        assert answer["saved"].equal(answer["validated"])
+        assert answer["state"]["layers.0.weight"].equal(answer["validated"][-1])
+
+
 def test_after_a_caught_failure_in_local_training_all_ranks_validate_the_model_of_rank_0(tmp_path):
     first, second = run_case("failed", tmp_path)
     assert not first["fitted"].equal(second["fitted"])

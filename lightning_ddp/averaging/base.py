@@ -215,24 +215,30 @@ class Averager:
 
     # ------------------------------------------------------------------ agreement
 
-    def agree(self) -> bool:
+    def agree(self, others: Sequence[torch.nn.Module] = ()) -> bool:
         """Average parameters and buffers; return True if the ranks may have differed, so that it was needed.
 
-        For validation, checkpoints and the end of training. Does not change the schedule of rounds.
+        For validation, checkpoints and the end of training. Does not change the schedule of rounds. `others`
+        are modules that each rank made of its own parameters, such as moving averages, and may have copied
+        back: they, and so all, may differ at any time of local training.
 
         Collective: all ranks must call it.
         """
-        if self._standing is Standing.SAME:
+        others = others if self._is_local else ()
+        if self._standing is Standing.SAME and not others:
             return False
         self.find_parameters()
         tensors = [p.detach() for p in self.parameters.values()]
+        known = [t.detach() for other in others for t in (*other.parameters(), *other.buffers())]
+        tensors += filter(_is_averaged, known)
         # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
         is_copied = self.keeps_rounds and self.mixes_rounds
-        averaged = [t.clone() for t in tensors] if is_copied else tensors
+        averaged = [t.to(self.channel.device, copy=is_copied) for t in tensors]
         self.run(lambda: average_(self.wire, averaged))
         self.run(lambda: average_buffers(self.channel, self.module))
-        for tensor, mean in zip(tensors, averaged, strict=True) if is_copied else ():
-            tensor.copy_(mean)
+        for tensor, mean in zip(tensors, averaged, strict=True):
+            if mean is not tensor:
+                tensor.copy_(mean)
         self._standing = Standing.SAME
         return True
 

@@ -356,9 +356,9 @@ class StreamingDiLoCo(DiLoCo):
                 own.mul_(weight).add_(anchor, alpha=1 - weight)
         del self._under_way[index]
 
-    def agree(self) -> bool:
+    def agree(self, others: Sequence[torch.nn.Module] = ()) -> bool:
         self._send_again()
-        return super().agree()
+        return super().agree(others)
 
     # ------------------------------------------------------------------ other ranks
 

@@ -23,6 +23,7 @@ from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp import CustomDDPStrategy, PeerFailure
@@ -110,6 +111,29 @@ class Spread(Callback):
         self.values.append((both[0] - both[1]).abs().max().item())
 
 
+class MovingAverage(Callback):
+    """Validates, saves and leaves behind a moving average of the model, as Lightning's EMAWeightAveraging."""
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.model = AveragedModel(module, avg_fn=get_ema_avg_fn(0.5))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        self.model.update_parameters(module)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for own, mean in zip(module.parameters(), self.model.module.parameters(), strict=True):
+            own.data, mean.data = mean.data, own.data
+
+    on_validation_epoch_end = on_validation_epoch_start
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Any) -> None:
+        checkpoint["state_dict"] = self.model.module.state_dict()
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        module.load_state_dict(self.model.module.state_dict())
+
+
 def loader() -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(32, 6, generator=generator)
@@ -191,6 +215,17 @@ def logged(folder: Path) -> dict[str, Any]:
     return result(model, spread)
 
 
+def averaged(folder: Path, period: int) -> dict[str, Any]:
+    """A run of two epochs with local training and a moving average, and the weights that it has saved."""
+    model, averaging = built(), {"name": "post_local_sgd", "start_step": 0, "period": period}
+    checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    callbacks = [checkpoint, MovingAverage()]
+    strategy = CustomDDPStrategy(model_averaging=averaging)
+    _, spread = fit(model, strategy, 2, folder, checkpoints=callbacks)
+    saved = [torch.load(folder / f"epoch={epoch}.ckpt")["state_dict"] for epoch in range(2)]
+    return result(model, spread) | {"saved": torch.stack([state["layers.0.weight"] for state in saved])}
+
+
 def validated_after_failure(folder: Path) -> dict[str, Any]:
     """A validation by the Trainer whose fit has failed on rank 1, one or two steps into local training."""
     model = built(Failing)
@@ -237,6 +272,8 @@ def main() -> None:
         answer = overwriting(folder, [AsyncCheckpointIO()] if "async" in sys.argv else [])
     elif case == "logged":
         answer = logged(folder)
+    elif case == "averaged":
+        answer = averaged(folder, int(sys.argv[3]))
     elif case == "failed":
         answer = validated_after_failure(folder)
     else:
