@@ -240,11 +240,12 @@ def adopt(strategy: Any, by: object) -> None:
 
 
 def explain_refusals(module: Any, explain: Callable[[Exception, Any, Any], str | None]) -> None:
-    """Patch Lightning's `accelerator_connector` to give better messages where it refuses our strategies.
+    """Patch a connector of Lightning or Fabric to give better messages where it refuses our strategies.
 
     `explain` gets the error, the strategy and `plugins=`; it returns the message, or None to keep theirs.
     """
-    kind = getattr(module, "_AcceleratorConnector", None)  # optional, as it only improves messages
+    names = ("_AcceleratorConnector", "_Connector")  # optional, as it only improves messages
+    kind = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     for name in ("_check_config_and_set_final_flags", "_lazy_init_strategy"):
         if hasattr(kind, name):
             setattr(kind, name, _explained(getattr(kind, name), explain))

@@ -84,7 +84,7 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
         ConfigurationError: The name is empty, not lower case, or taken by another strategy.
         TypeError: `CustomDDPStrategy` has no such argument.
     """
-    if not name or name != name.lower() or name != name.strip():
+    if not isinstance(name, str) or not name or name != name.lower() or name != name.strip():
         raise ConfigurationError(
             f"strategy name {name!r}: expected lower case without surrounding spaces. Lightning lower-cases"
             " the names that users pass to the Trainer."
@@ -107,6 +107,11 @@ def register_variant(name: str, *, description: str = "", **strategy_kwargs: Any
 def _add(name: str, registry: Any, strategy: type) -> None:
     """Register a variant with a Lightning registry, unless the strategy lacks one of its arguments."""
     description, arguments = _variants[name]
+    if name in registry:  # else register_variant has said so
+        raise ConfigurationError(
+            f"register_variant({name!r}) was called before Lightning was imported, which has a strategy of"
+            " this name. Use another one."
+        )
     if arguments.keys() <= {*_arguments_of(strategy)}:
         registry.register(name, strategy, description=description, **arguments)
 
@@ -144,6 +149,7 @@ def register_builtin_variants() -> None:
     explain = partial(explain_refusals, explain=_explain_refusal)
     for root in FABRICS:
         after_import(f"{root}.strategies", join_fabric)
+        after_import(f"{root}.connector", partial(explain_refusals, explain=_explain_refusal_of_fabric))
     for root in ROOTS:
         after_import(f"{root}.strategies", join)
         after_import(f"{root}.trainer.connectors.accelerator_connector", explain)
@@ -172,6 +178,15 @@ def _explain_refusal(error: Exception, strategy: Any, plugins: Any) -> str | Non
                 " strategy=CustomDDPStrategy(...), or the name of a variant, strategy='custom_ddp'."
             )
     return None
+
+
+def _explain_refusal_of_fabric(error: Exception, strategy: Any, plugins: Any) -> str | None:
+    """Return a better message for a strategy that Fabric has rejected; None to keep Lightning's."""
+    _, arguments = _variants.get(str(strategy).lower(), ("", {}))
+    missing = sorted(arguments.keys() - {*_arguments_of(CustomFabricStrategy)})
+    if missing:
+        return f"the strategy {strategy!r} is for the Trainer, as Fabric has no {', '.join(missing)}"
+    return _explain_refusal(error, strategy, plugins)
 
 
 def _is_class_of_ours(value: Any) -> bool:

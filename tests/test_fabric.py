@@ -171,6 +171,12 @@ def test_fabric_knows_the_names_but_those_for_loops_and_says_what_is_wrong():
 
     ours = {name for name, entry in STRATEGY_REGISTRY.items() if entry["strategy"] is CustomFabricStrategy}
     assert ours == set(available_variants()) - {"custom_ddp_shrink", "custom_ddp_replace"}
+    for name, words in {
+        "custom_ddp_shrink": "as Fabric has no on_failure",
+        "custom_ddpp": "did you mean",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            Fabric(accelerator="cpu", devices=2, strategy=name)
     with pytest.raises(TypeError, match=r"'on_failure'"):
         CustomFabricStrategy(on_failure="shrink")
     with pytest.raises(ConfigurationError, match="no option 'rnak'"):

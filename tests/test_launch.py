@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 from harness import RUN, TRAINS, free_port, run_script, slow, start_script
 from pytorch_lightning.plugins.environments import LightningEnvironment
+from torch.multiprocessing import ProcessRaisedException
 from user_script import SCRIPT, STEPS, order, read_notes, wait_for_notes
 
 from lightning_ddp.errors import ConfigurationError, RendezvousError
 from lightning_ddp.launch import job_context as contexts
 from lightning_ddp.launch import rendezvous
 from lightning_ddp.launch.children import Children
-from lightning_ddp.launch.launcher import node_rank_of
+from lightning_ddp.launch.launcher import _failure_of, node_rank_of
 from lightning_ddp.launch.zygote import Launch, Program
 from lightning_ddp.supervise.failure_record import GONE, FailureRecord, Identity
 from lightning_ddp.supervise.settings import SupervisionSettings
@@ -45,6 +46,23 @@ def require_trained(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
     assert all(end["weights"] == ends[0]["weights"] for end in ends)
     assert not any(name.startswith("on_exception") for name in notes)
     return ends
+
+
+def test_the_message_of_a_function_that_failed_may_have_several_lines() -> None:
+    trace = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "train.py", line 3, in load
+    raise ValueError("the picture is broken\\nsecond: line\\n  detail: 7")
+    ^^^^^
+ValueError: the picture is broken
+second: line
+  detail: 7
+"""
+    record = _failure_of(ProcessRaisedException(trace, 1, 77), 4, 2)
+    assert (record.exception_type, record.rank, record.node_rank, record.pid) == ("ValueError", 5, 2, 77)
+    assert record.message == "the picture is broken\nsecond: line\n  detail: 7"
 
 
 @pytest.mark.parametrize(

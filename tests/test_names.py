@@ -86,7 +86,14 @@ def test_registering_the_same_again_is_allowed_and_another_is_not(variant_name) 
         register_variant("ddp")
 
 
-@pytest.mark.parametrize("name", ["Custom_DDP", "", " custom"])
+def test_a_name_of_lightning_is_refused_also_where_it_is_imported_later() -> None:
+    script = "import lightning_ddp\nlightning_ddp.register_variant('ddp')\nimport pytorch_lightning"
+    result = run_script(script, fresh=True)
+    assert result.returncode == 1
+    assert "ConfigurationError: register_variant('ddp') was called before Lightning" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["Custom_DDP", "", " custom", 5])
 def test_a_name_that_lightning_could_never_find_is_refused(name) -> None:
     with pytest.raises(ConfigurationError, match="expected lower case"):
         register_variant(name)

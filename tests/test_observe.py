@@ -354,6 +354,9 @@ def test_recordings_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     save(tmp_path, Recording(rank=1, world_size=4, host="b", steps=[]))
     with pytest.raises(ConfigurationError, match="runs with 2 and 4 ranks"):
         load_folder(tmp_path)
+    (tmp_path / "rank1.json").write_text((tmp_path / "rank0.json").read_text())
+    with pytest.raises(ConfigurationError, match=r"rank1\.json is the recording of rank 0"):
+        load_folder(tmp_path)
 
 
 def test_the_report_of_a_run_is_one_page_with_all_that_it_needs(tmp_path: Path, capsys) -> None:

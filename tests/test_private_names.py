@@ -100,6 +100,7 @@ NAMES = {
     f"{LAUNCHERS}.multiprocessing": "_GlobalStateSnapshot",
     "pytorch_lightning.trainer.call": """
         _call_callback_hooks _call_lightning_module_hook _call_teardown_hook _interrupt""",
+    "lightning_fabric.connector": "_Connector",
     f"{CONNECTORS}.accelerator_connector._AcceleratorConnector": """
         _check_config_and_set_final_flags _lazy_init_strategy""",
     f"{CONNECTORS}.checkpoint_connector._CheckpointConnector": "_loaded_checkpoint",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -562,5 +563,6 @@ def _failure_of(
     if isinstance(error, mp.ProcessExitedException):
         return exit_record(who, int(error.exit_code))
     trace = str(error).strip()
-    kind, _, message = trace.splitlines()[-1].partition(": ")
+    last_frame = trace.rpartition('\n  File "')[2]
+    kind, _, message = re.split(r"\n(?=\S)", last_frame, maxsplit=1)[-1].partition(": ")
     return FailureRecord.of_identity(who, message, exit_code=1, exception_type=kind, traceback=trace)

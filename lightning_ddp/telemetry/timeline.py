@@ -65,7 +65,8 @@ def load_folder(folder: Path) -> list[Recording]:
     """Load the recordings of a folder, in rank order; ranks may be missing, such as other nodes'.
 
     Raises:
-        ConfigurationError: there is no recording, one cannot be read, or the numbers of ranks differ.
+        ConfigurationError: there is no recording, one cannot be read or is another rank's, or the numbers of
+            ranks differ.
     """
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("rank*.json"))
     found = sorted((int(match[1]), path) for match, path in matches if match is not None)
@@ -75,6 +76,9 @@ def load_folder(folder: Path) -> list[Recording]:
             " writes them at the end of a fit."
         )
     recordings = [_load(path) for _, path in found]
+    for (rank, path), recording in zip(found, recordings, strict=True):
+        if recording.rank != rank:
+            raise ConfigurationError(f"{path} is the recording of rank {recording.rank}: rename or remove it")
     sizes = {recording.world_size for recording in recordings}
     if len(sizes) > 1:
         raise ConfigurationError(

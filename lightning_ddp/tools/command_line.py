@@ -21,10 +21,10 @@ from lightning_ddp.errors import one_of
 from lightning_ddp.tools.models import MODEL_NAMES, MODELS_HELP
 
 
-def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
+def _number(kind: type, least: float, expected: str, most: float = 1e300) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         with suppress(ValueError):
-            if least <= (value := kind(text)) < float("inf"):
+            if least <= (value := kind(text)) <= most:
                 return value
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
@@ -33,6 +33,7 @@ def _number(kind: type, least: float, expected: str) -> Callable[[str], Any]:
 
 positive_int = _number(int, 1, "an integer of at least 1")
 positive_float = _number(float, 5e-324, "a number above 0")
+seconds = _number(float, 5e-324, "seconds above 0 and at most 1e6", 1e6)
 
 
 def existing_file(text: str) -> str:
@@ -60,7 +61,7 @@ _SHARED: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     ),
     "timeout_s": (
         ("--timeout-s",),
-        {"type": positive_float, "metavar": "S", "help": "seconds after which processes are killed"},
+        {"type": seconds, "metavar": "S", "help": "seconds after which processes are killed"},
     ),
     "device": (
         ("--device",),

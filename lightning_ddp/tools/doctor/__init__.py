@@ -28,6 +28,7 @@ from lightning_ddp.tools.command_line import (
     output_path,
     positive_float,
     positive_int,
+    seconds,
 )
 from lightning_ddp.tools.doctor.checklist import run_checklist
 from lightning_ddp.tools.doctor.diagnosis import (
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "time limit of each network step in seconds, including the connection to the other ranks"
         " (default: %(default)s)"
     )
-    parser.add_argument("--timeout-s", type=positive_float, default=30.0, metavar="S", help=text)
+    parser.add_argument("--timeout-s", type=seconds, default=30.0, metavar="S", help=text)
     text = "size of the timed all-reduce in MiB (default: %(default)s)"
     parser.add_argument("--size-mb", type=positive_float, default=64.0, metavar="MIB", help=text)
     parser.add_argument("--json", action="store_true", help="print all results as JSON instead")
