@@ -7,6 +7,7 @@ extra. `tests/test_private_names.py` checks each of them.
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -94,6 +95,15 @@ def shallow_replica(module: torch.nn.Module) -> torch.nn.Module:
     replica: torch.nn.Module = module._replicate_for_data_parallel()
     replica.__dict__.pop("_compiled_call_impl", None)  # of `module.compile()`: bound to the original
     return replica
+
+
+def end_of_schedule(scheduler: Any) -> float:
+    """Return the number of steps after which an LR scheduler, or a part of it, raises; infinity for none."""
+    ends = [end_of_schedule(part) for part in getattr(scheduler, "_schedulers", ())]
+    milestones = getattr(scheduler, "_milestones", ())  # of a SequentialLR, whose last part has no end there
+    if milestones:
+        ends = [milestones[-1] + ends[-1]]
+    return min([*ends, getattr(scheduler, "total_steps", math.inf)])
 
 
 # ---------------------------------------------------------------------- process groups

@@ -78,13 +78,11 @@ class Communication:
             )
         self._hook_plan: HookPlan | None = None
         self._function: Callable[..., Any] | None = None
-        if isinstance(hook, str):
-            from lightning_ddp.hooks import registered_hook
+        if hook is not None and not callable(hook):
+            from lightning_ddp.hooks import parse_hook, registered_hook
 
             hook = registered_hook(hook) or hook
         if hook is not None and not callable(hook):
-            from lightning_ddp.hooks import parse_hook
-
             self._hook_plan = parse_hook(hook)
             if hook_state is not None:
                 raise ConfigurationError(

@@ -61,8 +61,12 @@ def test_a_hook_of_ones_own_is_registered_under_a_name(monkeypatch):
     register_hook("summed", summed, description="Gradients are added up.")
     register_hook("summed", summed, description="Gradients are added up.")  # a module that is loaded again
     assert available_hooks()["summed"] == "Gradients are added up."
-    strategy = CustomDDPStrategy(ddp_comm_hook="summed", ddp_comm_state=7)
-    assert strategy._communication._function is summed
+    for spec in ("summed", {"name": "summed"}, ["summed"]):
+        strategy = CustomDDPStrategy(ddp_comm_hook=spec, ddp_comm_state=7)
+        assert strategy._communication._function is summed
+    for wrong in ({"name": "summed", "rank": 3}, ["fp16", "summed"]):
+        with pytest.raises(ConfigurationError, match="'summed', from register_hook, takes no options"):
+            CustomDDPStrategy(ddp_comm_hook=wrong)
     for name, hook in (("summed", print), ("bf16", summed), ("", summed), ("other", 3)):
         with pytest.raises(ConfigurationError, match=r"exists already|expected a name and a function"):
             register_hook(name, hook)

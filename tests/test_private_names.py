@@ -63,6 +63,7 @@ NAMES = {
     "torch.distributed.distributed_c10d": "_get_default_store _world",
     "torch.distributed.optim.apply_optimizer_in_backward": "_in_backward_optimizers",
     "torch.distributed.utils": "_to_kwargs",
+    "torch/optim/lr_scheduler.py": "_milestones _schedulers",
     "torch.nn.Module": "_buffers _compiled_call_impl _modules _parameters _replicate_for_data_parallel",
     "torch.nn.parallel.distributed": "_ddp_ignored _ddp_params_and_buffers_to_ignore",
     "torch.nn.parallel.DistributedDataParallel": """

@@ -30,6 +30,7 @@ from torch.utils.data import (
 
 from lightning_ddp import CustomDDPStrategy
 from lightning_ddp._lightning import limit_epoch
+from lightning_ddp._torch import end_of_schedule
 from lightning_ddp.comm.teardown import abort_groups, remember_connections
 from lightning_ddp.elastic.redeal import Dealer, DealtSampler
 from lightning_ddp.elastic.refusals import check_training
@@ -195,6 +196,25 @@ def test_a_schedule_that_ends_is_refused_where_few_ranks_can_reach_its_end(
         check(end, batch="global")
         with pytest.raises(ConfigurationError, match=rf"OneCycleLR.* ends after {end} steps.*{found}"):
             check(end)
+
+
+@pytest.mark.parametrize(("kind", "end"), [("OneCycleLR", 4), ("SequentialLR", 7), ("ChainedScheduler", 4)])
+def test_the_end_of_a_schedule_is_that_of_its_part(kind, end) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedules = torch.optim.lr_scheduler
+    constant = schedules.ConstantLR(optimizer)
+    schedule: Any = schedules.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    if kind == "SequentialLR":
+        schedule = schedules.SequentialLR(optimizer, [constant, schedule], milestones=[3])
+    elif kind == "ChainedScheduler":
+        schedule = schedules.ChainedScheduler([constant, schedule])
+    assert end_of_schedule(schedule) == end
+    for _ in range(end):
+        optimizer.step()
+        schedule.step()
+    with pytest.raises(ValueError, match="specified number of total steps is 4"):
+        schedule.step()
+    assert end_of_schedule(constant) == math.inf
 
 
 @pytest.mark.parametrize("fills", [True, False])

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from lightning_ddp._lightning import is_fitting, loaders_of
+from lightning_ddp._torch import end_of_schedule
 from lightning_ddp.comm.nccl import is_nccl, recovery_problem
 from lightning_ddp.communication import Communication
 from lightning_ddp.errors import ConfigurationError
@@ -100,9 +101,9 @@ def check_training(
 
 def _check_schedule(trainer: Any, config: Any, num_ranks: int) -> None:
     """Raise ConfigurationError if a fit on `num_ranks` ranks may take more steps than its LR schedule has."""
-    end = getattr(config.scheduler, "total_steps", None)
+    end = end_of_schedule(config.scheduler)
     has_max_epochs = trainer.max_epochs is not None and trainer.max_epochs >= 0
-    if end is None or (config.interval == "epoch" and has_max_epochs):
+    if math.isinf(end) or (config.interval == "epoch" and has_max_epochs):
         return
     most = _most_steps(trainer, num_ranks)
     if most >= (end + 1) * config.frequency:  # torch raises at the first one after the end

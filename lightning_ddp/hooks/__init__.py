@@ -63,8 +63,19 @@ def register_hook(name: str, hook: Callable[..., Any], *, description: str = "")
 
 
 def registered_hook(spec: Any) -> Callable[..., Any] | None:
-    """Return the function that was registered under a name, or None."""
-    return _registered.get(spec, (None,))[0] if isinstance(spec, str) else None
+    """Return the function registered under the name in a specification of hooks; None if there is none.
+
+    Raises:
+        ConfigurationError: such a hook is given options, or combined with another hook.
+    """
+    entries = [spec] if isinstance(spec, str | Mapping) else spec if isinstance(spec, list | tuple) else []
+    names = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
+    own = [name for name in names if isinstance(name, str) and name in _registered]
+    if own and (len(entries) > 1 or (isinstance(spec, Mapping) and len(spec) > 1)):
+        raise ConfigurationError(
+            f"ddp_comm_hook {spec!r}: {own[0]!r}, from register_hook, takes no options and cannot be combined"
+        )
+    return _registered[own[0]][0] if own else None
 
 
 def available_hooks() -> dict[str, str]:

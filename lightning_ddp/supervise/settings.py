@@ -25,8 +25,8 @@ class RecoverySettings:
     min_world_size: int = 1
     """Smallest number of ranks with which the run continues; with fewer ranks it ends."""
     max_recoveries: int = 10
-    """Largest number of recoveries; one more ends the run. The count restarts after 100 optimizer steps
-    without a recovery."""
+    """Largest number of recoveries; one more ends the run. The count restarts after 100 steps, or
+    local rounds, without a recovery."""
     batch: Literal["rank", "global"] = "rank"
     """Batch size that stays the same when ranks are lost: that of each rank ('rank') or of all ranks
     ('global')."""
