@@ -101,9 +101,9 @@ def end_of_schedule(scheduler: Any) -> float:
     """Return the number of steps after which an LR scheduler, or a part of it, raises; infinity for none."""
     ends = [end_of_schedule(part) for part in getattr(scheduler, "_schedulers", ())]
     milestones = getattr(scheduler, "_milestones", ())  # of a SequentialLR, whose last part has no end there
-    if milestones:
+    if ends and milestones:
         ends = [milestones[-1] + ends[-1]]
-    return min([*ends, getattr(scheduler, "total_steps", math.inf)])
+    return min([*ends, getattr(scheduler, "total_steps", None) or math.inf])
 
 
 # ---------------------------------------------------------------------- process groups
