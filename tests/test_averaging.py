@@ -478,9 +478,11 @@ def test_agreement_averages_models_that_each_rank_has_made_of_its_own_parameters
             if step < 3:
                 take_step(module, optimizer, averager, rank, world_size, step)
         assert int(other.count) == 7
-        return seen
+        nn.init.constant_(other.weight, rank)
+        averager.agree([other] if rank == 0 else [])
+        return [*seen, other.weight[0, 0].item()]
 
-    assert run_threads(rank_main, 2) == [[float(rank), 0.5, 0.5, 0.5] for rank in range(2)]
+    assert run_threads(rank_main, 2) == [[float(rank), 0.5, 0.5, 0.5, float(rank)] for rank in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -220,17 +220,16 @@ class Averager:
 
         For validation, checkpoints and the end of training. Does not change the schedule of rounds. `others`
         are modules that each rank made of its own parameters, such as moving averages, and may have copied
-        back: they, and so all, may differ at any time of local training.
+        back: they, and so all, may differ at any time of local training. They are averaged if all ranks have
+        the same ones; a rank may keep one for itself.
 
         Collective: all ranks must call it.
         """
-        others = others if self._is_local else ()
-        if self._standing is Standing.SAME and not others:
+        extra = self._common(others) if self._is_local else []
+        if self._standing is Standing.SAME and not extra:
             return False
         self.find_parameters()
-        tensors = [p.detach() for p in self.parameters.values()]
-        known = [t.detach() for other in others for t in (*other.parameters(), *other.buffers())]
-        tensors += filter(_is_averaged, known)
+        tensors = [*(p.detach() for p in self.parameters.values()), *extra]
         # where only agreed parameters are the same on all ranks, an interrupted average changes nothing
         is_copied = self.keeps_rounds and self.mixes_rounds
         averaged = [t.to(self.channel.device, copy=is_copied) for t in tensors]
@@ -241,6 +240,16 @@ class Averager:
                 tensor.copy_(mean)
         self._standing = Standing.SAME
         return True
+
+    def _common(self, modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+        """Return the tensors of modules that can be averaged if all ranks have such ones, else none."""
+        known = (t.detach() for module in modules for t in (*module.parameters(), *module.buffers()))
+        found = [tensor for tensor in known if _is_averaged(tensor)]
+        mine = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in found]
+        layouts: list[Any] = []
+        group, device = self.channel.group, self.channel.device
+        self.run(lambda: layouts.extend(all_gather_objects(group, mine, device)))
+        return found if all(layout == mine for layout in layouts) else []
 
     def settle(self, track: Track) -> None:
         """Average buffers, and keep, average or reset the optimizer's state, at the end of a round."""
